@@ -105,7 +105,11 @@ class DatabasePlace:
         threshold = None if self.pooler else 5
         settings = self._settings(None)
         connection = await AsyncConnection.connect(**settings, autocommit=True, prepare_threshold=threshold)
-        await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+        try:
+            await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+        except BaseException:  # cancelled
+            connection.pgconn.finish()
+            raise
         return connection
 
     def _settings(self, timeout_s: float | None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from psycopg.rows import TupleRow
 from ...streams.background import BackgroundTasks
 from .connecting import LOST_CONNECTION, DatabasePlace
 
+_END_S = 1.0
+"""How long queries may take to end when the connections are closed, in seconds."""
 _T = TypeVar("_T")
 Work = Callable[[AsyncConnection[TupleRow]], Awaitable[_T]]
 
@@ -54,17 +56,18 @@ class QueryConnections:
                     if not used or not connection.closed:
                         raise
                 finally:
-                    await self._put_back(connection)
+                    self._put_back(connection)
 
-    async def _put_back(self, connection: AsyncConnection[TupleRow]) -> None:
+    def _put_back(self, connection: AsyncConnection[TupleRow]) -> None:
         idle = connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         if idle and not self._closed:
             self._idle.append(connection)
         else:
-            await connection.close()
+            connection.pgconn.finish()  # at once, also if this task is cancelled
 
     async def aclose(self) -> None:
         self._closed = True
+        await self._tasks.join(_END_S)
         await self._tasks.aclose()
         while self._idle:
             await self._idle.pop().close()
