@@ -213,9 +213,11 @@ class PullingAgent:
         main, self.main = self.main, None
         if main is None:
             return
-        for delivery in list(main.deliveries):
+        for delivery in main.deliveries:
             delivery.progress.leave_feed()
+        for delivery in list(self.deliveries.values()):
             delivery.leave(main)
+        main.cache.close()
 
     def _start(self) -> int:
         """Return the offset at which the main feed starts: the furthest position of all deliveries, because the others

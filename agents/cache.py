@@ -11,6 +11,7 @@ cursor still needs.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class CacheEntry(msgspec.Struct, eq=False):
     bucket: Bucket
     following: CacheEntry | None = None
     """The next cached batch of the same stream."""
+    successor: CacheEntry | None = None
+    """The next cached batch of any stream."""
 
 
 class BucketStatistics(NamedTuple):
@@ -85,6 +88,10 @@ class CacheStatistics(NamedTuple):
 
 
 def _ignore() -> None: ...
+
+
+def _offset_of(entry: CacheEntry) -> int:
+    return entry.batch.offset
 
 
 class QueueCache:
@@ -134,12 +141,16 @@ class QueueCache:
         last = self._last
         entries: list[CacheEntry] = []
         bucket = self.buckets[-1] if self.buckets else None
+        newest = bucket.entries[-1] if bucket is not None else None
         events, size = 0, 0
         for batch in batches:
             if bucket is None or self._full(bucket):
                 bucket = Bucket(self)
                 self.buckets.append(bucket)
             entry = CacheEntry(batch, bucket)
+            if newest is not None:
+                newest.successor = entry
+            newest = entry
             entries.append(entry)
             bucket.entries.append(entry)
             bucket.events += batch.count
@@ -172,6 +183,13 @@ class QueueCache:
             purged += 1
         return purged
 
+    def close(self) -> None:
+        """Drop all buckets, and call nobody any more: the cache and its owner refer to each other, and would stay in
+        memory until the next garbage collection. No cursor may be in it."""
+        self.on_unpinned = _ignore
+        while self.buckets:
+            self._forget(self.buckets.popleft())
+
     def first_entry(self, stream: StreamId, offset: int) -> CacheEntry | None:
         """The entry of the stream's first cached batch at or after `offset`."""
         entry = self._first.get(stream)
@@ -190,6 +208,20 @@ class QueueCache:
         if entry is None:
             return EMPTY
         return Cursor(entry, start.index if entry.batch.offset == start.offset else 0)
+
+    def entry_from(self, offset: int) -> CacheEntry | None:
+        """The entry of the first cached batch of any stream at or after `offset`."""
+        for bucket in self.buckets:
+            if bucket.entries[-1].batch.offset >= offset:
+                return bucket.entries[bisect_left(bucket.entries, offset, key=_offset_of)]
+        return None
+
+    def count_from(self, entry: CacheEntry) -> int:
+        """The number of cached batches from this one on."""
+        offset = entry.batch.offset
+        later = sum(len(bucket.entries) for bucket in self.buckets if bucket.entries[0].batch.offset > offset)
+        entries = entry.bucket.entries
+        return later + len(entries) - bisect_left(entries, offset, key=_offset_of)
 
     def entries_from(self, offset: int) -> Sequence[CacheEntry]:
         """The entries of all cached batches at or after `offset`, in order."""
@@ -210,6 +242,7 @@ class QueueCache:
         self.events -= bucket.events
         self.bytes -= bucket.bytes
         for entry in bucket.entries:
+            entry.successor = None  # else freeing the first one would free all, each within the other
             stream, following = entry.batch.stream, entry.following
             if following is None:
                 del first[stream], last[stream]
@@ -268,6 +301,10 @@ class Cursor:
     def bucket(self) -> Bucket | None:
         """The bucket that the cursor pins, None outside of the cache."""
         return None if self.entry is None else self.entry.bucket
+
+    def is_in(self, cache: QueueCache) -> bool:
+        """Whether its batch is in this cache."""
+        return self.entry is not None and self.entry.bucket.cache is cache
 
     def attach(self, entry: CacheEntry, index: int = 0) -> None:
         """Make the batch of `entry` the current one, and pin its bucket."""

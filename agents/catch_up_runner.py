@@ -156,5 +156,6 @@ class CatchUpRunner:
             if feed.whole and not feed.finished:
                 delivery.progress.leave_feed()
             delivery.leave(feed)
+            cache.close()
             share.close()
             await receiver.aclose()

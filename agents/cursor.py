@@ -12,7 +12,7 @@ from ..streams.subscriptions import StreamBehind
 from .cache import CacheEntry, Cursor
 
 if TYPE_CHECKING:
-    from .delivery.progress import BatchSource
+    from .delivery.offered_streams import BatchSource
     from .delivery.retries import Failure
 
 

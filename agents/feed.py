@@ -251,6 +251,14 @@ class Feed:
         if delivery in self.deliveries:
             self.deliveries.remove(delivery)
 
+    def part_with(self, delivery: Delivery) -> None:
+        """Serve `delivery` no more. A catch-up reads the batches again that it has not looked at."""
+        self.deliveries.remove(delivery)
+        delivery.progress.part()
+
+    def all_seen(self) -> None:
+        """A delivery has looked at all batches in the cache."""
+
 
 class CatchUp(Feed):
     """A feed of one delivery that is behind the main feed.
@@ -366,8 +374,17 @@ class CatchUp(Feed):
             if self._reading is not None:
                 self._reading.cancel()
 
+    def all_seen(self) -> None:
+        """The delivery may join the main feed now. Later, because this is called while it takes a cursor."""
+        asyncio.get_running_loop().call_soon(self._rejoin_main)
+
+    def _rejoin_main(self) -> None:
+        if (main := self.owner.main) is not None:
+            self.rejoin(main)
+
     def _overlaps(self, main: Feed) -> bool:
-        return self.cache.next_offset >= main.cache.first_offset or self._idle()
+        position = self.delivery.progress.position if self.whole else self.cache.next_offset
+        return position >= main.cache.first_offset or self._idle()
 
     def _idle(self) -> bool:
         return not self.whole and not any(c.feed is self for c in self.delivery.progress.cursors.values())

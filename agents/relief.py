@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import SlowConsumer
+from .cache import Bucket
 from .catch_up_runner import CatchUpRunner
 from .cursor import CursorState, StreamCursor
 from .delivery.delivery import Delivery
@@ -40,6 +41,9 @@ class CacheRelief:
         self._seen: WeakKeyDictionary[Feed, dict[StreamCursor, tuple[SequenceToken, float]]] = WeakKeyDictionary()
         """The cursors in the oldest bucket of a full cache, with their positions, and the loop times since which they
         are there."""
+        self._unseen: dict[Delivery, tuple[int, float]] = {}
+        """Deliveries that have not looked at all of the main feed's oldest bucket, while its cache is full: the offset
+        of the first batch that they have not looked at, and the loop time since which it is the same."""
 
     def is_detachable(self, delivery: Delivery) -> bool:
         """Whether the cursors of a delivery may leave a cache: the queue can rewind, and the subscription allows it."""
@@ -53,8 +57,7 @@ class CacheRelief:
         if not feed.cache.buckets:
             return
         oldest = feed.cache.buckets[0]
-        cursors = [delivery.progress.cursors.values() for delivery in feed.deliveries]
-        starved = any(all(cursor.entry is None for cursor in of_one) for of_one in cursors)
+        starved = any(map(_is_starved, feed.deliveries))
         held = self._held_apart()
         streams = {entry.batch.stream for entry in oldest.entries}
         detachable = [d for d in self._deliveries.values() if self.is_detachable(d)]
@@ -67,8 +70,27 @@ class CacheRelief:
             if fits and (starved or cursor in stuck) and not _alone(feed, delivery):
                 held += size
                 delivery.detach(cursor)
-        if isinstance(feed, CatchUp) and (self._is_idle(feed) or self._in_demand(feed)):
+        if not isinstance(feed, CatchUp):
+            self._part_with_slow(feed, oldest, starved=starved)
+        elif self._is_idle(feed) or self._in_demand(feed):
             feed.give_way()
+
+    def _part_with_slow(self, main: Feed, oldest: Bucket, *, starved: bool) -> None:
+        """Deliveries that have not looked at all batches of the oldest bucket leave the main feed, if they hold up
+        another one, and either that one has nothing to do or they do not move."""
+        now, before = asyncio.get_running_loop().time(), self._unseen
+        self._unseen = {}
+        for delivery in list(main.deliveries):
+            unseen = delivery.progress.unseen
+            if unseen is None or unseen.bucket is not oldest or not self.is_detachable(delivery):
+                continue
+            offset, since = before.get(delivery, (-1, now))
+            since = since if offset == unseen.batch.offset else now
+            if len(main.deliveries) > 1 and (starved or now - since >= self._detach_after_s):
+                main.part_with(delivery)
+                self._catch_ups.serve(delivery)
+            else:
+                self._unseen[delivery] = unseen.batch.offset, since
 
     def _is_idle(self, feed: CatchUp) -> bool:
         """Whether the delivery of a catch-up accepts nothing: at this moment if other catch-ups wait for the slot,
@@ -110,6 +132,12 @@ class CacheRelief:
             if cursor in before and before[cursor][0] == token:
                 seen[cursor] = before[cursor]
         return {cursor for cursor, (_, since) in seen.items() if now - since >= self._detach_after_s}
+
+
+def _is_starved(delivery: Delivery) -> bool:
+    """Whether nothing is left for a delivery in the cache."""
+    progress = delivery.progress
+    return progress.unseen is None and all(cursor.entry is None for cursor in progress.cursors.values())
 
 
 def _alone(feed: Feed, delivery: Delivery) -> bool:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ...balancer.held_leases import LeaseTerm
@@ -157,7 +157,7 @@ class Delivery(ABC):
         self.wake()
         self.waiters.notify()
 
-    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry]) -> None:
+    def offer(self, feed: BatchSource, entries: Sequence[CacheEntry]) -> None:
         """Take new batches of `feed`'s cache."""
         self.progress.offer(feed, entries)
         self.wake()
@@ -179,8 +179,9 @@ class Delivery(ABC):
 
     def leave(self, feed: BatchSource) -> None:
         """`feed` ends: take all cursors out of its cache."""
-        for cursor in [c for c in self.progress.cursors.values() if c.feed is feed and c.batch is not None]:
-            self.detach(cursor)
+        for cursor in list(self.progress.cursors.values()):
+            if cursor.batch is not None and (cursor.feed is feed or cursor.is_in(feed.cache)):
+                self.detach(cursor)
         self.progress.leave_parked(feed)
 
     # ---- failures and progress -------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class GroupDelivery(Delivery):
         ready, group = self.progress.ready, self.group
         if self.over:
             return False
-        share = group.line.share(len(ready))
+        share = group.line.share(self.progress.waiting_streams)
         while ready and not self._stopping:
             member = group.line.next_member(self.queue)
             if member is None:
@@ -103,7 +103,10 @@ class GroupDelivery(Delivery):
             if admission is Admission.NONE:
                 break
             cursor = progress.take()
+            if progress.deferred:
+                self.wake()
             if cursor is None:
+                self.waiters.notify()
                 break
             if not self._hand(cursor, member, one=admission is Admission.PROBE):
                 return
@@ -230,7 +233,7 @@ class GroupDelivery(Delivery):
     def idle(self) -> bool:
         """Whether no event is left that could be delivered now."""
         feed = self.progress.feed
-        if self._stopping or feed is None or not feed.caught_up:
+        if self._stopping or feed is None or not feed.caught_up or self.progress.unseen is not None:
             return False
         return all(cursor.state is CursorState.PAUSED for cursor in self.progress.cursors.values())
 

@@ -67,7 +67,7 @@ class HandlerDelivery(Delivery):
         batch."""
         progress, handle, gate, breaker = self.progress, self._handle, self.gate, self.gate.breaker
         ready, workers = progress.ready, self._workers
-        if len(ready) > 1:
+        if len(ready) > 1 or progress.unseen is not None:
             self.wake()
         while ready and not self.over:
             probe = False

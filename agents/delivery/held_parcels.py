@@ -67,6 +67,8 @@ class HeldParcels:
         member, last = parcel.member, parcel.pieces[-1]
         parcel.end = last.batch.offset, last.stop
         self._parcels[parcel.cursor] = parcel
+        parcel.batches = len(parcel.pieces)
+        member.account.hold_batches(parcel.batches)
         for piece in parcel.pieces:
             member.in_flight[self._queue, piece.batch.offset] = parcel
         member.in_flight_events += parcel.events
@@ -203,5 +205,6 @@ class HeldParcels:
         member = parcel.member
         member.in_flight_events -= parcel.events
         member.in_flight_bytes -= parcel.size
+        member.account.hold_batches(-parcel.batches)
         del self._parcels[parcel.cursor]
         self._owner.parcel_ended(member)

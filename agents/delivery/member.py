@@ -12,13 +12,11 @@ from ...streams.frames import QueueState, is_status
 from ...streams.subscriptions import GapRecord
 from .confirmations import Confirmed
 from .parcel import Parcel
-from .unsent import PARCEL_OVERHEAD_BYTES, SendAccount, SendBudget
+from .unsent import MAX_BATCHES, PARCEL_OVERHEAD_BYTES, SendAccount, SendBudget
 
 OUTBOX_BYTES = 256 << 10
 """A member gets more events only while fewer bytes than this wait to be sent to it."""
 MAX_CREDIT = 1 << 62
-MAX_IN_FLIGHT = 100_000
-"""The most batches that a member holds, whatever its credit: the record of each takes memory."""
 
 
 def _ignore() -> None: ...
@@ -139,7 +137,7 @@ class Member:
     @property
     def open(self) -> bool:
         """Whether it can get new events."""
-        return len(self.in_flight) < MAX_IN_FLIGHT and self.credited
+        return len(self.in_flight) < self.account.max_batches and self.credited
 
     @property
     def credited(self) -> bool:
@@ -266,10 +264,10 @@ class Member:
         return list(dict.fromkeys(self.in_flight.values()))
 
     def _blocked(self) -> str:
-        if len(self.in_flight) >= MAX_IN_FLIGHT:
+        if len(self.in_flight) >= self.account.max_batches:
             return (
                 f"it holds {len(self.in_flight):,} batches that are not acknowledged, the most that one consumer may "
-                "hold: acknowledge some, or add a consumer"
+                f"hold at present (all consumers of a silo hold at most {MAX_BATCHES:,}): acknowledge some"
             )
         if self.account.wanted or self.outbox_bytes >= OUTBOX_BYTES:
             return (

@@ -36,6 +36,7 @@ class Parcel:
     back. The cursor is at the first event that is not done, in the piece `head`."""
 
     __slots__ = (
+        "batches",
         "count",
         "cursor",
         "delivery",
@@ -69,6 +70,8 @@ class Parcel:
         """The batch of the event that failed."""
         self.handed_at = 0.0
         """Loop time."""
+        self.batches = 0
+        """Number of batches that were handed out."""
         self.count = 0
         """Number of events that were handed out."""
         self.payload_dropped = False

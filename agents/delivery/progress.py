@@ -5,59 +5,25 @@ Every event below the position is done, except in streams that have a cursor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 from ...streams.errors import CorruptRecord
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint, StreamBehind
-from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, CursorState, StreamCursor
-from .stream_cursors import StreamCursors
+from .offered_streams import BatchSource, OfferedStreams
 
 
-class BatchSource(Protocol):
-    """Brings batches to a delivery: the queue's main feed, or a catch-up of the delivery's own."""
-
-    cache: QueueCache
-    damage: CorruptRecord | None
-    """The damaged record that stops reading at present."""
-    finished: bool
-    """Whether it reads nothing more."""
-
-    @property
-    def caught_up(self) -> bool:
-        """Whether it has reached the queue's end as of its start."""
-        ...
-
-
-class DeliveryProgress(StreamCursors):
+class DeliveryProgress(OfferedStreams):
     """The position and the cursors. Nothing else writes their fields: feeds, handlers and groups call the methods."""
 
     def __init__(
         self, checkpoint: Checkpoint, selects: Callable[[StreamId], bool] = lambda _: True, *, rewindable: bool = True
     ) -> None:
         """`selects`: whether the subscription wants a stream. `rewindable`: batches can be read again."""
-        super().__init__(checkpoint.behind, rewindable=rewindable)
-        self.base = checkpoint.next_offset
-        """The position without a feed. A feed that reads beyond it moves the position, but not `base`."""
-        self.feed: BatchSource | None = None
-        """Brings new batches: a catch-up, or the main feed once the delivery has joined it."""
+        super().__init__(checkpoint, selects, rewindable=rewindable)
         self.damage: CorruptRecord | None = None
         """The damaged record that stopped the last catch-up."""
-        self._selects = selects
-
-    @property
-    def position(self) -> int:
-        """Every event below is done, except in streams that have a cursor."""
-        return max(self.base, self.feed.cache.next_offset) if self.feed else self.base
-
-    def needed(self, cursor: StreamCursor) -> SequenceToken:
-        """Token of the next undelivered event of the cursor's stream."""
-        token = cursor.token
-        if cursor.state is PARKED and cursor.feed is not None:
-            return max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
-        return token
 
     @property
     def watermark(self) -> int:
@@ -101,34 +67,15 @@ class DeliveryProgress(StreamCursors):
         self.touch()
         # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
         parked = self.without_feed()
-        self.offer(feed, feed.cache.entries_from(self.base))
+        self._look(feed.cache.entry_from(self.base), waiting=len(self._ready))
         for cursor in parked:
             if cursor.token.offset >= feed.cache.first_offset:
                 self.adopt(cursor, feed)
 
-    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry]) -> None:
-        """`feed` has read these batches."""
-        cursors, ready, selects = self._cursors, self._ready, self._selects
-        # A catch-up for single streams brings nothing to others; nothing is new below the base.
-        base = self.base if feed is self.feed else float("inf")
-        if feed is not self.feed or feed.cache.next_offset <= self.base:
-            self.touch()  # the position does not show this change
-        for entry in entries:
-            batch = entry.batch
-            stream = batch.stream
-            cursor = cursors.get(stream)
-            if cursor is None:
-                if batch.offset >= base and selects(stream):
-                    cursors[stream] = cursor = StreamCursor(stream, feed, entry)
-                    ready.append(cursor)
-            elif cursor.state is PARKED and cursor.feed is feed:
-                self.unpark(cursor, feed, entry)
-
     def read_on(self, feed: BatchSource) -> None:
         """`feed` has read further. Forget the parked streams that have nothing left to deliver."""
         if feed is self.feed and feed.cache.next_offset >= self.base:
-            for cursor in [c for c in self._cursors.values() if c.state is PARKED and c.feed is feed]:
-                self._forget_if_passed(cursor, feed)
+            self._forget_passed(feed)
         if feed is not self.feed or feed.cache.next_offset <= self.base:
             self.touch()
 
@@ -149,37 +96,11 @@ class DeliveryProgress(StreamCursors):
         cursor.feed = feed
         self.touch()
 
-    def unpark(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> None:
-        """Put a parked cursor onto the batch of `entry` in the cache of `feed`, unless the batch is done already."""
-        batch, (offset, index) = entry.batch, cursor.token
-        if batch.offset < offset or (batch.offset == offset and index >= batch.count):
-            return
-        cursor.attach(entry, index if batch.offset == offset else 0)
-        cursor.feed = feed
-        if cursor.done is not None:
-            cursor.forget_done()
-        self._enlist(cursor)
-
-    def _forget_if_passed(self, cursor: StreamCursor, feed: BatchSource) -> bool:
-        """Forget the cursor if the next batch of its stream will be new. Return whether it was forgotten.
-
-        The next batch is not a new one if a catch-up moved the cursor past a main feed that had to start again, or if
-        events of that batch are done already."""
-        position = feed.cache.next_offset
-        if position < self.base or cursor.offset > position or (cursor.offset == position and cursor.index):
-            return False
-        if cursor.done is not None and max(cursor.done) >= position:
-            return False
-        del self._cursors[cursor.stream]  # its next batch starts a new one
-        self.touch()
-        return True
-
     def _drained(self, cursor: StreamCursor) -> None:
         feed = cursor.feed
-        assert feed is not None
-        if feed is self.feed:
+        if feed is not None and feed is self.feed:
             self._forget_if_passed(cursor, feed)
-        elif feed.finished:
+        elif feed is None or feed.finished:
             self._leave_cursor(cursor)
             self.on_parked(cursor)
         # Otherwise it stays, parked: only this catch-up brings the stream's next batch.
@@ -188,8 +109,19 @@ class DeliveryProgress(StreamCursors):
 
     def leave_feed(self) -> None:
         """No feed brings new batches any more. The position stays, however far the feed reads on."""
+        if self.feed is not None:
+            self.leave_parked(self.feed)
         self.base, self.feed = self.position, None
+        self._set_unseen(None)
         self.touch()
+
+    def part(self) -> None:
+        """Leave the main feed while it goes on. Cursors in its cache go on to the end of the cache."""
+        feed = self.feed
+        self.leave_feed()
+        for cursor in self._cursors.values():
+            if cursor.feed is feed:
+                cursor.feed = None
 
     def leave_parked(self, feed: BatchSource) -> None:
         """`feed` will not bring the next batches of its parked cursors: keep how far it has read."""

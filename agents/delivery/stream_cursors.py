@@ -28,7 +28,7 @@ def _ignore(_: StreamCursor) -> None: ...
 
 
 class StreamCursors:
-    """Cursors by stream, and the queue of those that are ready. Each stream with undelivered events has a cursor."""
+    """Cursors by stream, and the queue of those that are ready."""
 
     def __init__(self, behind: Mapping[StreamId, StreamBehind], *, rewindable: bool) -> None:
         self._cursors = {stream: StreamCursor.parked(stream, at) for stream, at in behind.items()}
@@ -37,6 +37,8 @@ class StreamCursors:
         self.ready: Collection[StreamCursor] = self._ready
         """The cursors that wait to be taken."""
         self._deferred: list[tuple[StreamCursor, Failure]] = []
+        self.deferred: Collection[tuple[StreamCursor, Failure]] = self._deferred
+        """What `take_deferred` may return."""
         self.on_parked: Callable[[StreamCursor], None] = _ignore
         """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self._rewindable = rewindable
@@ -48,16 +50,6 @@ class StreamCursors:
         self.changes += 1
 
     # ---- events are taken, and done --------------------------------------------------------------------------------
-
-    def take(self) -> StreamCursor | None:
-        """Return the next ready cursor, which runs now; None if there is none."""
-        ready = self._ready
-        while ready:
-            cursor = ready.popleft()
-            if cursor.state is READY:
-                cursor.state = RUNNING
-                return cursor
-        return None
 
     def take_deferred(self) -> tuple[StreamCursor, Failure] | None:
         """Return a cursor whose event is to be given up on, because its batch has been read again, and the failure;
@@ -202,6 +194,7 @@ class StreamCursors:
         """Take a cursor out of its cache. A running cursor keeps its batch until that is done."""
         if cursor.state is RUNNING:
             cursor.release()
+            cursor.feed = None  # else it would keep the cache of a feed that has ended
             return
         cursor.park()
         if cursor.state is READY:

@@ -1,4 +1,4 @@
-"""How many bytes may wait to be sent to consumers. Pure.
+"""How many bytes may wait to be sent to consumers, and how many batches they may hold. Pure.
 
 Bytes count from the time when they are handed to a consumer until their write returns. Without a common bound, many
 consumers that grant credit and never read would fill the memory with a message each.
@@ -12,6 +12,10 @@ one part in n + 1 of the limit. A client that holds nothing gets a batch that fi
 
 A consumer that has acknowledged nothing yet counts against half of the limit. So new consumers that never read leave
 the other half to the others.
+
+Batches count from the time when they are handed to a consumer until their parcel is acknowledged or taken back. A
+consumer may hold up to `BATCH_SHARE` times the batches that are left of `MAX_BATCHES`, or of half of them if it has
+acknowledged nothing yet.
 """
 
 from __future__ import annotations
@@ -23,6 +27,12 @@ LIMIT_BYTES = 16 << 20
 PARCEL_OVERHEAD_BYTES = 1 << 10
 """Charged for every parcel in addition to its bytes: its objects. Without this charge, parcels of one small event each
 would take ten times the limit."""
+MAX_BATCHES = 1 << 16
+"""The most batches that all consumers of a process hold, apart from `MIN_BATCHES` for each. The record of a batch, its
+cursor and its place in checkpoints take about 1 KiB."""
+MIN_BATCHES = 16
+"""Batches that a consumer may hold, however many the others hold."""
+BATCH_SHARE = 4
 LOOK_BYTES = 4 << 10
 """Waiting accounts are checked when this many bytes for each of them were freed, or a sixteenth of the limit."""
 
@@ -41,6 +51,8 @@ class SendBudget:
         self.clients: dict[Hashable, _ClientAccount] = {}
         self.waiting: dict[SendAccount, None] = {}
         """Accounts that wait for space, in the order in which they came."""
+        self.batches = 0
+        """Batches that consumers hold."""
         self._freed = 0
         """Bytes freed since the waiting accounts were checked last."""
 
@@ -131,6 +143,16 @@ class SendAccount:
             self._client.add(-size, 0 if self.held else -1)
             self.wake()
             self._budget.freed(size)
+
+    @property
+    def max_batches(self) -> int:
+        """The most batches that the consumer may hold now."""
+        limit = MAX_BATCHES if self._is_proven else MAX_BATCHES // 2
+        return max(MIN_BATCHES, BATCH_SHARE * (limit - self._budget.batches))
+
+    def hold_batches(self, more: int) -> None:
+        """The consumer holds so many batches more; if negative, fewer."""
+        self._budget.batches += more
 
     def prove(self) -> None:
         """The consumer has acknowledged or rejected something: it reads."""

@@ -221,6 +221,27 @@ async def test_a_stuck_consumer_is_detached_and_gets_everything_once_afterwards(
 
 
 @virtual_time
+async def test_a_stuck_consumer_has_few_cursors_however_many_streams_wait_for_it() -> None:
+    stuck, other = Recorder(), Recorder()
+    gates = [stuck.hold(str(number)) for number in range(5)]
+    async with SimulatedAgent() as bench:
+        slow = bench.attach("stuck", stuck, concurrency=5)
+        bench.attach("other", other)
+        keys = [f"k{number}" for number in range(2000)]
+        for start in range(0, 2000, 100):
+            await bench.publish_numbers(100, keys=keys, start=start)
+            await until(lambda: bench.held()[0] <= bench.limits.max_events)
+        await until(lambda: len(other.seen) == 2000)
+        assert len(slow.progress.cursors) < 100
+        assert len(slow.progress.checkpoint().behind) < 100
+        for gate in gates:
+            gate.set()
+        await bench.caught_up()
+    assert sorted(map(int, stuck.seen)) == list(range(2000))
+    assert other.seen == numbers(2000)
+
+
+@virtual_time
 async def test_a_slow_consumer_is_detached_as_soon_as_others_have_nothing_to_do() -> None:
     """It makes progress all the time, so it is not stuck; but it would set the pace."""
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
@@ -597,3 +598,17 @@ def test_a_batch_does_not_know_where_it_is_cached() -> None:
     second.add([batch("a", 1)])
     assert [entry.batch is one for entry in (*mine, *other)] == [True, True]
     assert rest(at(first, "a", 0)) == [0]
+
+
+def test_a_closed_cache_is_freed_without_garbage_collection() -> None:
+    cache = QueueCache(100, 1 << 20)
+    cache.on_unpinned = partial(print, cache)  # as with a feed: the cache refers to itself
+    cache.add([EventBatch(StreamId("s", "a"), b"", 1, offset) for offset in range(30)])
+    freed = weakref.ref(cache)
+    gc.disable()
+    try:
+        cache.close()
+        del cache
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -88,6 +88,8 @@ class SimulatedFeed(Generic[D]):
         self.delivery.waiters.notify()
         return made
 
+    def all_seen(self) -> None: ...
+
     def unpark(self) -> None:
         """Bring the next batch of every parked cursor, as a catch-up would."""
         parked, self.parked[:] = list(self.parked), []

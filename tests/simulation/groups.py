@@ -40,6 +40,8 @@ class GroupFeed(SimulatedFeed[GroupDelivery]):
         self._start = checkpoint.watermark
         self.join(delivery)
 
+    def all_seen(self) -> None: ...
+
     def read_again(self) -> None:
         """Offer everything that is in the cache, as a feed does that a delivery joins."""
         self.delivery.offer(self, self.cache.entries_from(self._start))

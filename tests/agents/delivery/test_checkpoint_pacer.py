@@ -30,6 +30,8 @@ class Saver:
         self.progress.join(self)
         self.pacer = CheckpointPacer(self.progress)
 
+    def all_seen(self) -> None: ...
+
     def unsaved(self, now: float = 0.0) -> UnsavedProgress | None:
         return self.pacer.unsaved(now)
 

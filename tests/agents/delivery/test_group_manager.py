@@ -13,7 +13,7 @@ from headrace import EventBatch, Fenced, RetryPolicy, Selector, SequenceToken, S
 from headrace.adapters import AdapterContext, QueueAdapter
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits, Edge, Group, HandlerService, PullingManager
-from headrace.agents.delivery import member
+from headrace.agents.delivery import unsent
 from headrace.silo.views import provider_statistics
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
@@ -547,9 +547,10 @@ async def test_counters_do_not_fall_when_agents_stop_and_start() -> None:
 async def test_a_subscription_whose_consumer_holds_the_most_it_may_says_so_and_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(member, "MAX_IN_FLIGHT", 20)
+    monkeypatch.setattr(unsent, "MAX_BATCHES", 50)
     async with house(limits=CacheLimits(max_events=40)) as built:
-        deaf, healthy = connected(await built.group("deaf")), connected(await built.group("healthy"))
+        deaf_group = await built.group("deaf")
+        deaf, healthy = connected(deaf_group), connected(await built.group("healthy"))
         for number in range(200):
             await built.publish(str(number), str(number))
         async with asyncio.timeout(30):
@@ -557,11 +558,12 @@ async def test_a_subscription_whose_consumer_holds_the_most_it_may_says_so_and_h
                 healthy.ack_all()
                 await rest(0.01)
         healthy.ack_all()
+        deaf_group.tick()  # what the healthy one held may go to the deaf one
         await rest()
-        assert len(deaf.everything) == 20
+        assert 16 <= (held := len(deaf.everything)) <= 20
         states = {each.name: each for each in provider_statistics(built.manager, 0, 0).subscriptions}
-        assert states["deaf"].state == "blocked"
-        assert "consumer c gets no events: it holds 20 batches" in states["deaf"].reason
+        assert states["deaf"].state == "blocked", held
+        assert f"consumer c gets no events: it holds {held} batches" in states["deaf"].reason
         assert states["healthy"].state == "caught up"
     # Closed while a catch-up waits for the consumer: that must not keep the loop busy.
 
@@ -570,7 +572,7 @@ async def test_a_subscription_whose_consumer_holds_the_most_it_may_says_so_and_h
 async def test_a_consumer_that_held_the_most_it_may_goes_on_when_it_acknowledges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(member, "MAX_IN_FLIGHT", 20)
+    monkeypatch.setattr(unsent, "MAX_BATCHES", 50)
     async with house(limits=CacheLimits(max_events=40)) as built:
         consumer = connected(await built.group("s"))
         for number in range(200):

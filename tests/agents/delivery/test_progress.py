@@ -1,11 +1,13 @@
 """Which events the progress calls done."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import CorruptRecord, EventBatch, SequenceToken
+from headrace.agents import QueueCache
+from headrace.agents.delivery.offered_streams import LOOK_AHEAD
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.delivery.test_progress_model import Reader
@@ -231,3 +233,65 @@ def test_a_damaged_record_is_met_when_everything_before_it_is_done() -> None:
     assert progress.met_damage() is not None, "the record itself was not read"
     progress.pass_damage(2)
     assert progress.met_damage() is None
+
+
+def with_streams(count: int) -> tuple[DeliveryProgress, Reader]:
+    """Progress that was offered a batch of each stream, and its feed."""
+    feed = Reader(0)
+    feed.cache = QueueCache(10_000, 1 << 30)
+    progress = DeliveryProgress(Checkpoint(0))
+    progress.join(feed)
+    publish(progress, feed, (str(number) for number in range(count)))
+    return progress, feed
+
+
+def publish(progress: DeliveryProgress, feed: Reader, keys: Iterable[str]) -> None:
+    start = feed.cache.next_offset
+    batches = [EventBatch(stream(key), b"", 1, offset) for offset, key in enumerate(keys, start)]
+    progress.offer(feed, feed.cache.add(batches))
+    progress.read_on(feed)
+
+
+def test_a_subscription_that_takes_nothing_has_few_cursors_however_many_streams_there_are() -> None:
+    progress, feed = with_streams(1000)
+    publish(progress, feed, map(str, range(1000, 2000)))
+    assert len(progress.cursors) == LOOK_AHEAD
+    checkpoint = progress.checkpoint()
+    assert (checkpoint.next_offset, len(checkpoint.behind)) == (LOOK_AHEAD, LOOK_AHEAD)
+    taken: list[str] = []
+    while (cursor := progress.take()) is not None:
+        taken.append(cursor.stream.key)
+        progress.finish(cursor)
+        assert len(progress.cursors) <= 2 * LOOK_AHEAD
+    assert taken == [str(number) for number in range(2000)]
+    assert progress.checkpoint() == Checkpoint(2000)
+
+
+def test_streams_with_ever_more_events_do_not_keep_others_waiting() -> None:
+    progress, feed = with_streams(100)
+    hot, seen = [str(number) for number in range(LOOK_AHEAD)], set[str]()
+    for _ in range(40):
+        publish(progress, feed, hot)
+        for _ in range(LOOK_AHEAD):
+            cursor = progress.take()
+            assert cursor is not None
+            seen.add(cursor.stream.key)
+            progress.finish(cursor)
+    assert len(seen) == 100
+
+
+def test_a_subscription_that_parts_with_a_feed_reads_the_rest_again() -> None:
+    progress, _ = with_streams(100)
+    taken = [progress.take() for _ in range(10)]
+    progress.part()
+    assert len(progress.cursors) <= 2 * LOOK_AHEAD
+    rest = Reader(progress.base)
+    progress.join(rest)
+    publish(progress, rest, map(str, range(progress.base, 100)))
+    for cursor in taken:
+        assert cursor is not None
+        progress.finish(cursor)
+    while (cursor := progress.take()) is not None:
+        taken.append(cursor)
+        progress.finish(cursor)
+    assert [cursor.stream.key for cursor in taken if cursor] == [str(number) for number in range(100)]

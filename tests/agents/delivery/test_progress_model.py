@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import CorruptRecord, EventBatch, SequenceToken, StreamId
 from headrace.agents import QueueCache
 from headrace.agents.cursor import CursorState, StreamCursor
+from headrace.agents.delivery import offered_streams
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.delivery.retries import Failure
 from headrace.streams.subscriptions import Checkpoint
@@ -33,13 +35,17 @@ class Reader:
     def purge(self) -> None:
         self.cache.purge()
 
+    def all_seen(self) -> None: ...
+
 
 class Deliveries(RuleBasedStateMachine):
     """Events are published, taken, finished in any order, put back, given up on and read again."""
 
-    @initialize(rewindable=st.booleans())
-    def start(self, rewindable: bool) -> None:
+    @initialize(rewindable=st.booleans(), look_ahead=st.integers(1, 3))
+    def start(self, rewindable: bool, look_ahead: int) -> None:
         self.rewindable = rewindable
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(offered_streams, "LOOK_AHEAD", look_ahead)
         self.log: list[EventBatch] = []
         self.done: set[tuple[StreamId, int, int]] = set()
         self.paused: set[StreamId] = set()
@@ -52,10 +58,8 @@ class Deliveries(RuleBasedStateMachine):
         self.main = Reader(len(self.log) if self.rewindable else checkpoint.watermark)
         self.hands: list[StreamCursor] = []
         self.waiting: list[StreamCursor] = []
-        if self.rewindable:
-            self.catch_up(checkpoint.next_offset, whole=True)
         self.seen = self.progress.changes, self.progress.position, self.progress.checkpoint()
-        self.progress.join(self.main)
+        self.come_to_main()
         self.read()
         self.serve()
 
@@ -95,7 +99,8 @@ class Deliveries(RuleBasedStateMachine):
             self.progress.offer(reader, reader.cache.add([batch]))
         self.progress.read_on(reader)
         reader.finished = True
-        self.progress.leave_parked(reader)
+        if not whole:
+            self.progress.leave_parked(reader)
         if whole:
             self.progress.leave_feed()
 
@@ -123,18 +128,29 @@ class Deliveries(RuleBasedStateMachine):
     def start_main_feed_again(self, data: st.DataObject) -> None:
         """The main feed ends, and another one starts, also behind streams that were read further."""
         self.progress.leave_feed()
-        for cursor in list(self.progress.cursors.values()):
-            if cursor.feed is self.main and cursor.batch is not None:
-                self.progress.detach(cursor)
-        self.progress.leave_parked(self.main)
+        self.leave_cache(self.main)
         self.main = Reader(data.draw(st.integers(self.progress.watermark, len(self.log))))
-        if self.progress.base < self.main.cache.next_offset:
-            self.catch_up(self.progress.base, whole=True)
-        if data.draw(st.booleans()):  # another delivery reads it already
-            self.main.cache.add(self.log[self.main.cache.next_offset :], len(self.log))
-        self.progress.join(self.main)
+        self.come_to_main(read_by_another=data.draw(st.booleans()))
         self.read(data.draw(st.integers(self.main.cache.next_offset, len(self.log))))
         self.serve()
+
+    def come_to_main(self, *, read_by_another: bool = False) -> None:
+        """The delivery catches up, and joins the main feed, which starts again if the delivery has not come so far.
+        `read_by_another`: another delivery has let the main feed read everything already."""
+        if self.rewindable and self.progress.base < self.main.cache.first_offset:
+            self.catch_up(self.progress.base, whole=True)
+            if self.progress.base < self.main.cache.first_offset:
+                self.leave_cache(self.main)
+                self.main = Reader(self.progress.base)
+        if read_by_another:
+            self.main.cache.add(self.log[self.main.cache.next_offset :], len(self.log))
+        self.progress.join(self.main)
+
+    def leave_cache(self, feed: Reader) -> None:
+        for cursor in list(self.progress.cursors.values()):
+            if cursor.batch is not None and (cursor.feed is feed or cursor.is_in(feed.cache)):
+                self.progress.detach(cursor)
+        self.progress.leave_parked(feed)
 
     @rule(stream=st.sampled_from([*STREAMS, OTHER]), counts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
     def publish(self, stream: StreamId, counts: Sequence[int]) -> None:
@@ -156,6 +172,15 @@ class Deliveries(RuleBasedStateMachine):
                 self.done.update(dropped)
         self.progress.skip(offset)
 
+    @precondition(lambda self: self.rewindable)
+    @rule()
+    def part(self) -> None:
+        """The main feed goes on without the delivery, and a catch-up reads the rest."""
+        self.progress.part()
+        self.come_to_main()
+        self.read()
+        self.serve()
+
     @precondition(lambda self: self.rewindable and self.progress.cursors)
     @rule(data=st.data())
     def detach(self, data: st.DataObject) -> None:
@@ -166,9 +191,12 @@ class Deliveries(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        ready = [c for c in self.progress.cursors.values() if c.state is CursorState.READY]
+        ready = any(c.state is CursorState.READY for c in self.progress.cursors.values())
+        unseen = self.progress.unseen is not None
         cursor = self.progress.take()
-        assert (cursor is None) == (not ready)
+        assert cursor is not None or not ready
+        assert cursor is None or ready or unseen
+        assert cursor is not None or self.progress.unseen is None, "looked at everything"
         if cursor is not None:
             assert cursor.stream not in {other.stream for other in self.hands}, "one at a time of each stream"
             assert cursor.token == self.undone(cursor.stream)[0], "in order, and without those that are done"
@@ -280,8 +308,13 @@ class Deliveries(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything is delivered in the end."""
-        if not hasattr(self, "progress"):
-            return
+        if hasattr(self, "progress"):
+            try:
+                self.deliver_the_rest()
+            finally:
+                self.patch.undo()
+
+    def deliver_the_rest(self) -> None:
         while self.paused:
             self.unpause()
         while self.waiting:
