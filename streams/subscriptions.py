@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from fnmatch import translate
 from functools import lru_cache
@@ -359,6 +359,20 @@ def of_consumer(definition: SubscriptionDefinition, consumer: str) -> Subscripti
     return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
+def is_consumers_position(definition: SubscriptionDefinition) -> bool:
+    """Whether this only stores the position of one consumer of a subscription of mode broadcast."""
+    return CONSUMER_SEPARATOR in definition.name
+
+
+def position_names(definition: SubscriptionDefinition, stored: Iterable[SubscriptionDefinition]) -> list[str]:
+    """Return the names under which a subscription's positions are stored: its own, or with mode broadcast those of its
+    consumers."""
+    if not is_parent(definition):
+        return [definition.name]
+    own = f"{definition.name}{CONSUMER_SEPARATOR}"
+    return [each.name for each in stored if each.name.startswith(own)]
+
+
 class StreamBehind(NamedTuple):
     """A stream that is behind its subscription's checkpoint: its next event, and, if it is paused, the reason."""
 
@@ -388,6 +402,16 @@ class Checkpoint(NamedTuple):
         """Whether an event of the batch at `offset`, of this stream, must still be delivered."""
         behind = self.behind.get(stream)
         return offset >= (self.next_offset if behind is None else behind.token.offset)
+
+
+def lowest_positions(positions: Iterable[Mapping[int, Checkpoint]]) -> dict[int, Checkpoint]:
+    """Return, by queue, the checkpoint with the lowest watermark."""
+    lowest: dict[int, Checkpoint] = {}
+    for one in positions:
+        for queue, at in one.items():
+            if queue not in lowest or at.watermark < lowest[queue].watermark:
+                lowest[queue] = at
+    return dict(sorted(lowest.items()))
 
 
 class DeadLetter(NamedTuple):

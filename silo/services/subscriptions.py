@@ -24,7 +24,9 @@ from ...streams.subscriptions import (
     DeadLetter,
     Selector,
     SubscriptionDefinition,
-    is_parent,
+    is_consumers_position,
+    lowest_positions,
+    position_names,
 )
 from ..consumer_groups import ConsumerGroups
 from ..provider_core import ProviderCore
@@ -231,28 +233,20 @@ class SubscriptionService:
 
 
 async def _position_names(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[str]:
-    """The names of the stored positions: the subscription's own, or with mode broadcast those of its consumers."""
-    if not is_parent(definition):
-        return [definition.name]
-    own = f"{definition.name}{CONSUMER_SEPARATOR}"
-    stored = await provider.store.subscriptions(provider.name)
-    return [each.name for each in stored if each.name.startswith(own)]
+    return position_names(definition, await provider.store.subscriptions(provider.name))
 
 
 def _visible(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
     """Whether the caller sees it in a list. Subscriptions of single consumers are never listed."""
     allows = call.principal.allows_selector
-    return CONSUMER_SEPARATOR not in definition.name and any(
+    return not is_consumers_position(definition) and any(
         allows(permission, definition.selector.pattern) for permission in TO_KNOW
     )
 
 
 async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
-    lowest: dict[int, Checkpoint] = {}
-    for name in await _position_names(provider, definition):
-        for queue, at in (await _positions(provider, name)).items():
-            if queue not in lowest or at.watermark < lowest[queue].watermark:
-                lowest[queue] = at
+    names = await _position_names(provider, definition)
+    lowest = lowest_positions([await _positions(provider, name) for name in names])
     return [
         pb.QueueProgress(
             queue=queue,
@@ -264,7 +258,7 @@ async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) 
             paused=islice(_paused(at), MAX_PAUSED),
             fault=await fault_at(provider.adapter, queue, [at]),
         )
-        for queue, at in sorted(lowest.items())
+        for queue, at in lowest.items()
     ]
 
 

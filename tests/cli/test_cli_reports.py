@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace import Event, OnFailure, Provider, RetryPolicy, Selector, Start, StreamId, SubscriptionDefinition
+from headrace import Event, Mode, OnFailure, Provider, RetryPolicy, Selector, Start, StreamId, SubscriptionDefinition
 from headrace.cli.commands.deadletters import one_line
 from tests.cli.commandline import Headrace, ended, on_terminal
 from tests.cli.commandline import Start as StartProcess
@@ -122,6 +122,24 @@ def test_a_served_subscription_is_not_moved_or_deleted(headrace: Headrace, start
     assert ended(process).code == 0
 
 
+async def test_a_broadcast_subscription_is_listed_once_and_shown_with_its_slowest_consumer(
+    provider: Provider, headrace: Headrace
+):
+    for payload in (b"a", b"b"):
+        await provider.stream("shop", "x").publish(payload)
+    async with (
+        provider.subscribe("all", "shop/*", consumer="quick", mode=Mode.BROADCAST, start="earliest") as quick,
+        provider.subscribe("all", "shop/*", consumer="slow", mode=Mode.BROADCAST, start="earliest"),
+    ):
+        for _ in range(2):
+            await (await anext(quick)).ack()
+        await quick.saved()
+        assert [one["name"] for one in headrace("subscriptions", "list", *DATA, "--json").json] == ["all"]
+        queue = str(provider.queue_of(StreamId("shop", "x")))
+        shown = headrace("subscriptions", "show", *DATA, "all", "--json").json["queues"][queue]
+        assert (shown["lag"], shown["watermark"]) == (2, 0)
+
+
 async def test_a_paused_stream_is_shown_and_resumed(provider: Provider, headrace: Headrace):
     await give_up_on(provider, b"a", b"b", on_failure=OnFailure.PAUSE)
     show = headrace("subscriptions", "show", *DATA, "orders", "--json").json
@@ -184,7 +202,8 @@ async def test_dead_letters_that_do_not_exist_are_named_and_nothing_is_done(
 
     refused = headrace(*of_orders, letter["id"], 98, 99).refused(1)
     assert refused == "subscription 'orders' has no dead letters 98, 99: nothing was changed"
-    assert "no dead letter 1:" in headrace("deadletters", action, *DATA, "--subscription", "other", 1).refused(1)
+    refused = headrace("deadletters", action, *DATA, "--subscription", "other", 1).refused(1)
+    assert refused == "provider 'default' has no subscription 'other'"
     assert "no subscription 'other'" in headrace(
         "deadletters", action, *DATA, "--subscription", "other", "--all"
     ).refused(1)
