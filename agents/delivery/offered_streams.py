@@ -17,7 +17,7 @@ from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, READY, RUNNING, StreamCursor
 from .stream_cursors import StreamCursors
 
-LOOK_AHEAD = 16
+LOOK_AHEAD = 4
 """Streams that get a cursor at a time. The others wait in the cache: a cursor with its parcel takes about 1 KiB."""
 
 
@@ -96,13 +96,17 @@ class OfferedStreams(StreamCursors):
                 return cursor
         return None
 
+    def put_back(self, cursor: StreamCursor) -> None:
+        super().put_back(cursor)
+        self._takes += 1  # else each attempt to hand out the same cursor would bring another stream nearer
+
     def offer(self, feed: BatchSource, entries: Sequence[CacheEntry]) -> None:
         """`feed` has read these batches."""
         if feed is not self.feed or feed.cache.next_offset <= self.base:
             self.touch()  # the position does not show this change
         if feed is self.feed:
             if self.unseen is None and entries:
-                self._look(entries[0], waiting=len(self._ready))
+                self._look(entries[0], LOOK_AHEAD)
             return
         cursors = self._cursors  # a catch-up for single streams brings nothing to others
         for entry in entries:
@@ -110,9 +114,8 @@ class OfferedStreams(StreamCursors):
             if cursor is not None and cursor.state is PARKED and cursor.feed is feed:
                 self.unpark(cursor, feed, entry)
 
-    def _look(self, entry: CacheEntry | None, *, waiting: int = 0) -> None:
-        """Look at the batches from `entry` on, until `LOOK_AHEAD` streams got a cursor or are among `waiting` ones."""
-        left = LOOK_AHEAD - waiting
+    def _look(self, entry: CacheEntry | None, most: int) -> None:
+        """Look at the batches from `entry` on. Stop at a stream without a cursor when `most` cursors are ready."""
         cursors, ready, selects, feed, base = self._cursors, self._ready, self._selects, self.feed, self.base
         self._takes = LOOK_AHEAD
         assert feed is not None
@@ -122,9 +125,8 @@ class OfferedStreams(StreamCursors):
             cursor = cursors.get(stream)
             if cursor is None:
                 if batch.offset >= base and selects(stream):  # nothing is new below the base
-                    if left <= 0:
+                    if len(ready) >= most:
                         break
-                    left -= 1
                     cursors[stream] = cursor = StreamCursor(stream, feed, entry)
                     ready.append(cursor)
             elif cursor.state is PARKED and cursor.feed is feed:
@@ -142,7 +144,7 @@ class OfferedStreams(StreamCursors):
     def _look_on(self) -> None:
         feed = self.feed
         assert feed is not None
-        self._look(self.unseen)
+        self._look(self.unseen, len(self._ready) + LOOK_AHEAD)
         if self.unseen is None:
             self._forget_passed(feed)
             feed.all_seen()

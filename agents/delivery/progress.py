@@ -11,7 +11,7 @@ from ...streams.errors import CorruptRecord
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint, StreamBehind
 from ..cursor import PARKED, CursorState, StreamCursor
-from .offered_streams import BatchSource, OfferedStreams
+from .offered_streams import LOOK_AHEAD, BatchSource, OfferedStreams
 
 
 class DeliveryProgress(OfferedStreams):
@@ -67,7 +67,7 @@ class DeliveryProgress(OfferedStreams):
         self.touch()
         # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
         parked = self.without_feed()
-        self._look(feed.cache.entry_from(self.base), waiting=len(self._ready))
+        self._look(feed.cache.entry_from(self.base), LOOK_AHEAD)
         for cursor in parked:
             if cursor.token.offset >= feed.cache.first_offset:
                 self.adopt(cursor, feed)

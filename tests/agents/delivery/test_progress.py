@@ -284,7 +284,7 @@ def test_a_subscription_that_parts_with_a_feed_reads_the_rest_again() -> None:
     progress, _ = with_streams(100)
     taken = [progress.take() for _ in range(10)]
     progress.part()
-    assert len(progress.cursors) <= 2 * LOOK_AHEAD
+    assert len(progress.cursors) <= len(taken) + 2 * LOOK_AHEAD
     rest = Reader(progress.base)
     progress.join(rest)
     publish(progress, rest, map(str, range(progress.base, 100)))
@@ -295,3 +295,32 @@ def test_a_subscription_that_parts_with_a_feed_reads_the_rest_again() -> None:
         taken.append(cursor)
         progress.finish(cursor)
     assert [cursor.stream.key for cursor in taken if cursor] == [str(number) for number in range(100)]
+
+
+def test_attempts_to_hand_out_the_same_stream_bring_no_cursors_for_others() -> None:
+    progress, _ = with_streams(100)
+    for _ in range(100):
+        cursor = progress.take()
+        assert cursor is not None
+        progress.put_back(cursor)
+    assert len(progress.cursors) == LOOK_AHEAD
+
+
+def test_catch_ups_that_are_cut_short_bring_no_more_cursors_each_time() -> None:
+    progress, _ = with_streams(100)
+    for _ in range(10):
+        feed = progress.feed
+        assert isinstance(feed, Reader)
+        progress.leave_feed()
+        for cursor in list(progress.cursors.values()):
+            progress.detach(cursor)
+        again = Reader(0)
+        again.cache = QueueCache(10_000, 1 << 30)
+        progress.join(again)
+        for cursor in progress.without_feed():
+            progress.await_batch(cursor, again)
+        publish(progress, again, (str(number) for number in range(100)))
+        cursor = progress.take()
+        assert cursor is not None
+        progress.put_back(cursor)
+    assert len(progress.cursors) <= 2 * LOOK_AHEAD

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import CorruptRecord, EventBatch, SequenceToken, StreamId
 from headrace.agents import QueueCache
 from headrace.agents.cursor import CursorState, StreamCursor
-from headrace.agents.delivery import offered_streams
+from headrace.agents.delivery import offered_streams, progress
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.delivery.retries import Failure
 from headrace.streams.subscriptions import Checkpoint
@@ -46,6 +46,7 @@ class Deliveries(RuleBasedStateMachine):
         self.rewindable = rewindable
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(offered_streams, "LOOK_AHEAD", look_ahead)
+        self.patch.setattr(progress, "LOOK_AHEAD", look_ahead)
         self.log: list[EventBatch] = []
         self.done: set[tuple[StreamId, int, int]] = set()
         self.paused: set[StreamId] = set()
