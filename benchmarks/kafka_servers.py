@@ -48,6 +48,8 @@ _SILENT.addHandler(logging.NullHandler())
 _SILENT.propagate = False
 _STARTS = 3
 """Starts that are tried: another process may take a free port before the broker does."""
+_STOP_S = 10.0
+"""How long all threads of a broker may take to stop."""
 
 
 def kafka_jars() -> Path:
@@ -116,15 +118,19 @@ class KafkaServer(Server):
         voters: Mapping[int, int] | None = None,
         settings: Mapping[str, str | int] | None = None,
         users: Mapping[str, str] | None = None,
+        listeners: Mapping[str, str] | None = None,
     ) -> None:
         """`voters` maps each node of the cluster to the port of its controller. `settings` are more lines of its
-        configuration. With `users`, names and passwords, clients log in by SASL with SCRAM-SHA-512."""
+        configuration. With `users`, names and passwords, clients log in by SASL with SCRAM-SHA-512. `listeners` maps
+        names of more listeners to their security protocols: `address_of` has their addresses."""
         super().__init__(directory)
         self.node = node
         self._cluster_id = cluster_id or new_cluster_id()
         self._voters = voters
         self._settings = settings or {}
         self._users = users or {}
+        self._listeners = listeners or {}
+        self._listener_ports: dict[str, int] = {}
         self._controller_port = 0
 
     def start(self) -> None:
@@ -137,11 +143,18 @@ class KafkaServer(Server):
                 if not used or not left or self._voters is not None:
                     raise
                 self.port = self._controller_port = 0
+                self._listener_ports.clear()
         return None
+
+    def address_of(self, listener: str) -> str:
+        """Return the address of one of `listeners`. The broker must have been started."""
+        return f"{LOOPBACK}:{self._listener_ports[listener]}"
 
     def prepare(self) -> None:
         if self._voters is None:
             self._controller_port = self._controller_port or free_port()
+        for name in self._listeners:
+            self._listener_ports.setdefault(name, free_port())
         text = "".join(f"{name}={value}\n" for name, value in self._configuration().items())
         self._properties.write_text(text)
         if not (self.directory / "data" / "meta.properties").exists():
@@ -167,6 +180,8 @@ class KafkaServer(Server):
         controllers = ",".join(f"{node}@{LOOPBACK}:{port}" for node, port in voters.items())
         client = f"CLIENT://{LOOPBACK}:{self.port}"
         inside = f"INSIDE://{LOOPBACK}:{free_port()}" if self._users else ""
+        more = [f"{name}://{self.address_of(name)}" for name in self._listeners]
+        protocols = {"CLIENT": protocol, "INSIDE": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **self._listeners}
         sasl: dict[str, str | int] = {
             "sasl.enabled.mechanisms": "SCRAM-SHA-512",
             "listener.name.client.scram-sha-512.sasl.jaas.config": (
@@ -176,9 +191,11 @@ class KafkaServer(Server):
         return {
             "process.roles": "broker,controller",
             "node.id": self.node,
-            "listeners": ",".join(filter(None, (client, inside, f"CONTROLLER://{LOOPBACK}:{voters[self.node]}"))),
-            "advertised.listeners": ",".join(filter(None, (client, inside))),
-            "listener.security.protocol.map": f"CLIENT:{protocol},INSIDE:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listeners": ",".join(
+                filter(None, (client, inside, *more, f"CONTROLLER://{LOOPBACK}:{voters[self.node]}"))
+            ),
+            "advertised.listeners": ",".join(filter(None, (client, inside, *more))),
+            "listener.security.protocol.map": ",".join(f"{name}:{of}" for name, of in protocols.items()),
             "inter.broker.listener.name": "INSIDE" if inside else "CLIENT",
             "controller.listener.names": "CONTROLLER",
             "controller.quorum.voters": controllers,
@@ -212,12 +229,21 @@ class KafkaServer(Server):
 
     @contextmanager
     def frozen(self) -> Generator[None]:
-        """Stop the broker's process meanwhile, as a machine that stands still."""
+        """Stop the broker's process meanwhile, as a machine that stands still. Raises NotAvailable."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
+            self._wait_until_stopped()
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)
+
+    def _wait_until_stopped(self) -> None:
+        """The signal stops a thread only when the thread sees it. Until then the broker may still answer."""
+        deadline = time.monotonic() + _STOP_S
+        while set(_thread_states(self.pid)) != {"T"}:
+            if time.monotonic() > deadline:
+                raise NotAvailable(f"kafka at {self.address} did not stop within {_STOP_S:.0f} s of SIGSTOP")
+            time.sleep(0.001)
 
     def ping(self) -> bool:
         if self._users:
@@ -286,3 +312,14 @@ def brokers_at(address: str) -> int:
         return len(client.list_topics(timeout=2).brokers)
     except KafkaException:
         return 0
+
+
+def _thread_states(pid: int) -> Sequence[str]:
+    """Return the state of each thread of a process, as /proc names it: "T" is stopped."""
+    found: list[str] = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            found.append(stat.read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            continue  # the thread has ended
+    return found

@@ -238,6 +238,19 @@ async def test_publish_waits_for_a_frozen_broker_then_fails_and_readers_report_i
         assert found.index("after") == len(found) - 1
 
 
+async def test_publish_is_answered_only_after_the_broker_has_stored_it(kafka_server: KafkaServer) -> None:
+    async with opened(kafka_server.address, new_topic()) as adapter:
+        await adapter.enqueue([(0, batch("before"))])
+        with kafka_server.frozen():
+            call = asyncio.ensure_future(adapter.enqueue([(0, batch("acknowledged"))]))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(call), 0.5)
+        (receipt,) = await call
+        assert receipt.token is not None
+        receiver = await adapter.open_receiver(0, receipt.token.offset)
+        assert await received(receiver, 1) == ["acknowledged"]
+
+
 # ---- publishing ------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,15 @@ def test_a_topic_can_be_made(kafka_server: KafkaServer) -> None:
     assert [partition.leader for partition in partitions.values()] == [1, 1]
 
 
+def test_no_thread_of_a_frozen_broker_runs(kafka_server: KafkaServer) -> None:
+    """A thread that has not seen the signal would still acknowledge records."""
+    tasks = Path(f"/proc/{kafka_server.pid}/task")
+    for _ in range(5):
+        with kafka_server.frozen():
+            states = {stat.read_text().rpartition(")")[2].split()[0] for stat in tasks.glob("*/stat")}
+        assert states == {"T"}
+
+
 def test_missing_jars_are_an_error_that_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
     monkeypatch.delenv(INSTALL, raising=False)
