@@ -11,6 +11,7 @@ from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
 from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
+from ..streams.subscriptions import is_consumers_position
 from .agent import PullingAgent
 from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget
@@ -100,7 +101,9 @@ class HostState:
 
     def remove(self, name: str) -> None:
         """Serve a subscription no more. Its deliveries go on until they are detached."""
-        del self._served[name]
+        served = self._served.pop(name)
+        if is_consumers_position(served.definition):  # there is no end of consumers' names
+            self._counts.pop(name, None)
 
     def _attach(self, served: ServedSubscription, queue: int) -> None:
         queue_epoch = served.epoch if self.leases is None else self.leases[queue]
