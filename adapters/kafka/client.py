@@ -14,6 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient
 
 from ...streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, StorageError
+from .connection_errors import ConnectionErrors
 from .options import KafkaOptions
 from .secrets import ClientSettings, check_names
 
@@ -64,6 +65,8 @@ class KafkaClients:
         self.options = options
         self._settings = settings
         self._largest = MAX_RECORD_BYTES
+        self._connections = ConnectionErrors()
+        self._administrators: list[Any] = []
         check_names(settings.values())
 
     def fit(self, largest: int) -> None:
@@ -138,7 +141,20 @@ class KafkaClients:
         )
 
     def admin(self) -> AdminClient:
-        return cast(AdminClient, self._made(AdminClient, {}))
+        # What it would log is in the errors of its requests.
+        client = self._made(AdminClient, {"log_level": 0})
+        self._administrators.append(client)
+        return cast(AdminClient, client)
+
+    def answered(self) -> None:
+        """Forget the errors of connections: the brokers have answered."""
+        self._serve()
+        self._connections.forget()
+
+    def _serve(self) -> None:
+        """Have the administrative clients report their errors. The other clients are polled by their threads."""
+        for client in self._administrators:
+            client.poll(0)
 
     def _made(self, kind: Any, own: Settings) -> Any:
         settings: Settings = {
@@ -148,6 +164,7 @@ class KafkaClients:
             "log_level": 4,
             **self._settings.values(),
             "bootstrap.servers": self.options.bootstrap,
+            "error_cb": self._connections.note,
             **own,
         }
         if kind is not Consumer:
@@ -164,7 +181,10 @@ class KafkaClients:
             ) from None
 
     def failure(self, doing: str, error: KafkaError | Exception) -> HeadraceError:
-        """Return the error of headrace for an error of the client. The text begins with `doing`."""
+        """Return the error of headrace for an error of the client. The text is one line that begins with `doing`.
+
+        If the brokers have not answered, it has the reason why connections to them failed.
+        """
         cause = error.args[0] if isinstance(error, KafkaException) else error
         if not isinstance(cause, KafkaError):
             return StorageError(f"{doing}: {self._settings.without_secrets(str(error))}")
@@ -174,6 +194,10 @@ class KafkaClients:
             return PayloadTooLarge(doing, 0, MAX_RECORD_BYTES)
         if code in _UNAUTHORIZED:
             text = f"{text}: give this user the ACL {_UNAUTHORIZED[code]}"
+        if code < 0:  # an error of the client, not an answer of a broker
+            self._serve()
+            if reason := self._connections.reason():
+                text = f"{self._settings.without_secrets(reason)} ({text})"
         return StorageError(f"{doing}: {text}")
 
 
@@ -195,6 +219,8 @@ async def answer_of(future: Future[_T], clients: KafkaClients, doing: str) -> _T
     future.add_done_callback(done)
     await answer
     try:
-        return future.result()
+        found = future.result()
     except KafkaException as error:
         raise clients.failure(doing, error) from None
+    clients.answered()
+    return found
