@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,22 @@ WRONG = "wrong-password-7"
 PATIENT = QUICK._replace(request_s=10.0)
 
 Settings = Mapping[str, str | bool]
+MakeSettings = Callable[[SecureBroker], Settings]
+
+ACCEPTED: Sequence[tuple[str, MakeSettings]] = [
+    ("TLS", SecureBroker.tls),
+    ("MUTUAL", SecureBroker.mutual),
+    ("PLAIN", lambda broker: broker.password("PLAIN")),
+    ("SCRAM", lambda broker: broker.password("SCRAM-SHA-512")),
+    ("TOKEN", SecureBroker.token),
+]
+REFUSED: Sequence[tuple[str, MakeSettings, str]] = [
+    ("MUTUAL", SecureBroker.tls, "alert bad certificate"),
+    ("PLAIN", lambda broker: broker.password("PLAIN", WRONG), "check kafka.sasl.mechanism, kafka.sasl.username"),
+    ("SCRAM", lambda broker: broker.password("SCRAM-SHA-512", WRONG), "invalid credentials.*: check kafka.sasl"),
+    ("PLAIN", lambda broker: broker.password("SCRAM-SHA-512"), "broker's supported mechanisms: PLAIN"),
+    ("TLS", lambda _: {}, "check bootstrap and kafka.security.protocol"),  # a client without TLS
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +48,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
         yield broker
 
 
-@pytest.mark.parametrize(
-    ("listener", "settings"),
-    [
-        ("TLS", SecureBroker.tls),
-        ("MUTUAL", SecureBroker.mutual),
-        ("PLAIN", lambda broker: broker.password("PLAIN")),
-        ("SCRAM", lambda broker: broker.password("SCRAM-SHA-512")),
-        ("TOKEN", SecureBroker.token),
-    ],
-)
+@pytest.mark.parametrize(("listener", "settings"), ACCEPTED)
 async def test_events_flow_for_a_client_that_proves_its_identity(
-    broker: SecureBroker, listener: str, settings: Callable[[SecureBroker], Settings]
+    broker: SecureBroker, listener: str, settings: MakeSettings
 ) -> None:
     address = broker.bootstrap(listener)
     async with opened(address, new_topic(), limits=PATIENT, kafka=settings(broker)) as adapter:
@@ -54,19 +61,9 @@ async def test_events_flow_for_a_client_that_proves_its_identity(
         assert "principal" not in stored
 
 
-@pytest.mark.parametrize(
-    ("listener", "settings", "reason"),
-    [
-        ("MUTUAL", SecureBroker.tls, "alert bad certificate"),
-        ("PLAIN", lambda broker: broker.password("PLAIN", WRONG), "check kafka.sasl.mechanism, kafka.sasl.username"),
-        ("SCRAM", lambda broker: broker.password("SCRAM-SHA-512", WRONG), "invalid credentials.*: check kafka.sasl"),
-        ("PLAIN", lambda broker: broker.password("SCRAM-SHA-512"), "broker's supported mechanisms: PLAIN"),
-        ("TLS", lambda _: {}, "check bootstrap and kafka.security.protocol"),
-    ],
-    ids=["no certificate", "wrong password, PLAIN", "wrong password, SCRAM", "another mechanism", "no TLS"],
-)
+@pytest.mark.parametrize(("listener", "settings", "reason"), REFUSED)
 async def test_refusal_is_one_line_with_its_reason(
-    broker: SecureBroker, listener: str, settings: Callable[[SecureBroker], Settings], reason: str
+    broker: SecureBroker, listener: str, settings: MakeSettings, reason: str
 ) -> None:
     await check_refused(broker.bootstrap(listener), settings(broker), reason)
 
