@@ -19,10 +19,12 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import Connection, bindparam, text
+from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
 from ..streams.events import EventBatch
+from ..streams.failure_log import described
 from ..streams.incoming import accepted
 from ..streams.producer_ledger import LastCall
 from ..streams.publishing import ProducerSequence, Receipt
@@ -115,7 +117,7 @@ class OutboxMover:
         self._holder = uuid.uuid4().hex
 
     async def run(self) -> None:
-        """Move rows for ever. Failures are logged, and tried again after a pause."""
+        """Move rows for ever. After any failure, note it as the problem, and try again after a pause."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             try:
@@ -123,19 +125,31 @@ class OutboxMover:
                     await asyncio.sleep(POLL_S)
                 backoff.reset()
                 self.problem = ""
-            except HeadraceError as error:
-                if not self.problem:
-                    log.warning("the outbox of %r cannot be moved, trying again: %s", self._target.name, error)
-                self.problem = str(error)
+            except Exception as error:  # noqa: BLE001 (committed events must be moved after any failure)
+                self._note_problem(error)
                 await asyncio.sleep(backoff.next_s())
 
+    def _note_problem(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, HeadraceError) else described(error)
+        if not self.problem:
+            unforeseen = None if isinstance(error, (HeadraceError, SQLAlchemyError)) else error
+            log.warning(
+                "the outbox of %r cannot be moved, trying again: %s", self._target.name, reason, exc_info=unforeseen
+            )
+        self.problem = reason or type(error).__name__
+
     async def move(self) -> int:
-        """Move all rows that are there now. Return the number of batches."""
+        """Move the rows that are there now. Return the number of batches. If lanes fail, raise the error of one of them
+        when all lanes have ended."""
         async with self._database.transaction() as transaction:
             with outages():
                 lanes = await transaction.call(self._busy_lanes)
-        moved = await asyncio.gather(*(self._move_lane(lane) for lane in lanes))
-        return sum(moved)
+        # A lane that fails neither cancels the others nor leaves them behind: all have ended when this returns.
+        outcomes = await asyncio.gather(*map(self._move_lane, lanes), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise failures[0]
+        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
     async def backlog(self) -> OutboxBacklog:
         """Count the rows that are not published yet."""

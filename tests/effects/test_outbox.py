@@ -18,9 +18,11 @@ from headrace import Effects, Event, InvalidArgument, Outbox, Provider, StreamId
 from headrace.adapters import ProducerSequence, Receipt
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
+from headrace.streams.background import BackgroundTasks
 from headrace.streams.errors import StorageError
 from headrace.streams.events import EventBatch
 from headrace.streams.producer_ledger import LastCall
+from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, user_database
 
 STREAM = StreamId("orders", "42")
@@ -241,6 +243,61 @@ async def test_failures_neither_lose_nor_repeat_an_event(async_database: UserDat
                 continue
     await moved(async_database, queue)
     assert queue.payloads() == [b"%d" % number for number in range(30)]
+
+
+async def test_after_any_error_of_the_database_the_mover_goes_on(async_database: UserDatabase):
+    queue = RecordingQueue()
+    publish(async_database, STREAM, b"a")
+    async_database.execute("ALTER TABLE headrace_outbox_lane RENAME TO hidden")  # an error that is no outage
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(mover.run(), "mover")
+        await until(lambda: bool(mover.problem) or running.done())
+        assert "headrace_outbox_lane" in mover.problem
+        async_database.execute("ALTER TABLE hidden RENAME TO headrace_outbox_lane")
+        await until(lambda: queue.payloads() == [b"a"] and not mover.problem)
+
+
+class HalfFailingQueue(RecordingQueue):
+    """Fails the first call, and holds up all others until `released`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+        self.running = 0
+        self.failed = False
+
+    async def publish_encoded(
+        self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        if not self.failed:
+            self.failed = True
+            raise StorageError("the disk is slow")
+        self.running += 1
+        try:
+            await self.released.wait()
+            return await super().publish_encoded(batches, sequence=sequence)
+        finally:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_no_lane_goes_on_after_the_move_has_ended(async_database: UserDatabase, *, cancelled: bool):
+    queue = HalfFailingQueue()
+    for number in range(40):
+        publish(async_database, StreamId("orders", str(number)), b"x")
+    async with BackgroundTasks() as tasks:
+        moving = tasks.hold(OutboxMover(database_of(async_database.engine), queue).move(), "move")
+        await until(lambda: queue.running > 0)
+        if cancelled:
+            moving.cancel()
+        else:
+            queue.released.set()
+        await asyncio.wait([moving])
+        assert not queue.running
+        assert moving.cancelled() == cancelled
+        assert cancelled or isinstance(moving.exception(), StorageError)
+    assert bool(queue.stored) is not cancelled
 
 
 async def test_a_stream_that_is_refused_holds_up_that_stream_alone(async_database: UserDatabase):
