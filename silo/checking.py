@@ -240,6 +240,8 @@ def _copy_database(control_db: Path, copy: Path) -> list[str]:
             rows: list[tuple[str]] = database.execute("PRAGMA integrity_check(20)").fetchall()
     except sqlite3.Error as error:
         return [str(error)]
+    except UnicodeDecodeError:  # SQLite's message quotes the damaged text of a table
+        return ["the text of a table is no UTF-8"]
     except OSError as error:
         return [f"it cannot be read ({error.strerror})"]
     return [row[0] for row in rows if row[0] != "ok"]

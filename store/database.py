@@ -164,6 +164,8 @@ class Database:
             raise self._translate(error.orig) from error
         except sqlite3.Error as error:  # from a connect event
             raise self._translate(error) from error
+        except UnicodeDecodeError as error:  # SQLite's message quotes the damaged text of a table
+            raise DataDirectoryError(f"{self._where}: {_WRONG_STORE} (the text of a table is no UTF-8)") from error
         except SQLAlchemyError as error:
             raise StorageError(f"{self._where}: {error}") from error
 
@@ -257,6 +259,7 @@ def _write_ahead(connection: sqlite3.Connection, timeout_s: float) -> None:
             time.sleep(0.01)
 
 
+_WRONG_STORE = "no control store of headrace, or a damaged one"
 _DAMAGED = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FORMAT}
 _FORBIDDEN = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH}
 _REFUSED_WRITES = {sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
@@ -282,7 +285,7 @@ def _translate_sqlite(error: sqlite3.Error, where: str, timeout_s: float) -> Sto
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StorageError(f"{where}: locked by another process for {timeout_s:g} s; nothing was changed, try again")
     if code in _DAMAGED:
-        return DataDirectoryError(f"{where}: no control store of headrace, or a damaged one ({error})")
+        return DataDirectoryError(f"{where}: {_WRONG_STORE} ({error})")
     if code in _FORBIDDEN:
         return DataDirectoryError(
             f"{where}: cannot be opened for writing ({error}); check that the directory exists and whose it is"

@@ -16,6 +16,7 @@ from threading import Barrier
 import pytest
 
 from headrace import Busy, DataDirectoryError, InvalidArgument, Provider
+from headrace.silo.checking import DirectoryCheck
 from headrace.store.datadir import DataDirectory, is_held, lock_subscription, open_data_directory, place_of
 
 HOLD_LOCK = """
@@ -179,6 +180,25 @@ def test_a_control_store_that_is_no_database_is_refused(tmp_path: Path):
 
     with pytest.raises(DataDirectoryError, match=r"control\.db: no control store of headrace, or a damaged one"):
         asyncio.run(run())
+
+
+def test_a_control_store_whose_table_has_a_damaged_text_is_refused_and_checked(tmp_path: Path) -> None:
+    """SQLite quotes the text in its message, which Python cannot decode."""
+
+    async def run() -> None:
+        async with Provider.open(tmp_path):
+            pass
+
+    asyncio.run(run())
+    control_db = tmp_path / "control.db"
+    content = bytearray(control_db.read_bytes())
+    content[content.index(b"CREATE TABLE ") + 3] ^= 0x80
+    control_db.write_bytes(content)
+    with pytest.raises(DataDirectoryError, match=r"control\.db: no control store of headrace, or a damaged one"):
+        asyncio.run(run())
+    check = DirectoryCheck(tmp_path, None, lambda _: None)
+    asyncio.run(check.run())
+    assert "damaged: control.db: the text of a table is no UTF-8" in str(check.findings[0])
 
 
 def test_another_process_keeps_the_write_ahead_log_of_an_open_control_store(tmp_path: Path):
