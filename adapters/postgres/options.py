@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 
@@ -12,7 +12,7 @@ from ...streams.errors import InvalidArgument
 
 POLL_S, POOLER_POLL_S = 1.0, 0.02
 """Default of `poll_s`, without and with `pooler`."""
-_SECRET = frozenset({"password", "sslpassword", "user"})
+_SECRET = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -64,12 +64,15 @@ def location_of(options: PostgresOptions) -> Mapping[str, Any]:
 
 
 def without_password(url: str) -> str:
-    """Return a URL without its password. The user stays."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    query = [(name, each) for name, each in parse_qsl(parts.query) if name not in _SECRET]
-    netloc = f"{user.partition(':')[0]}{at}{host}"
-    return parts._replace(netloc=netloc, query=urlencode(query, quote_via=quote)).geturl()
+    """Return a URL without its password. The user stays. The URL is divided as libpq does it: a password may have `?`
+    and `#`, and there may be no host."""
+    scheme, _, rest = url.partition("://")
+    user, at, place = rest.partition("@")
+    if "/" in user or not at:
+        user, at, place = "", "", rest
+    place, _, query = place.partition("?")
+    kept = "&".join(each for each in query.split("&") if unquote(each.partition("=")[0]) not in _SECRET)
+    return f"{scheme}://{user.partition(':')[0]}{at}{place}{'?' if kept else ''}{kept}"
 
 
 def check_url(url: str) -> str:

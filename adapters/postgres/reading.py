@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psycopg
@@ -198,14 +199,36 @@ class QueueReads:
         facts = await self._facts(connection, queue)
         low, high = facts.bounds
         while low < high:
-            block = await self._block(connection, queue, facts, (low + high) // 2)
-            if block is None:
-                return high  # retention is deleting the beginning
-            if block.time_us < time_us:
+            middle = (low + high) // 2
+            block = await self._block_from(connection, queue, facts, middle)
+            if block is None or block.first > middle:
+                now = await self._facts(connection, queue)
+                if now.segment_holding(middle) != facts.segment_holding(middle):  # retention has dropped it
+                    facts = now
+                    low, high = facts.bounds
+                    continue
+            if block is not None and block.time_us < time_us:
                 low = block.first + block.batches
             else:
-                high = min(block.first, high - 1)
+                high = min(middle, block.first) if block is not None else middle
         return low
+
+    async def _block_from(
+        self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, offset: int
+    ) -> BlockRow | None:
+        """Return the block that holds an offset. If it is missing, return the next one, or None at the end."""
+        if (block := await self._block(connection, queue, facts, offset)) is not None:
+            return block
+        holding = facts.segment_holding(offset)
+        for start in facts.segments if holding is None else facts.segments[facts.segments.index(holding) :]:
+            query = f"""
+                SELECT first, batches, events, time_us FROM {segment_table(self._provider.provider, start.segment)}
+                WHERE queue = %s AND first > %s AND part = 0 ORDER BY first LIMIT 1
+            """  # noqa: S608 (numbers)
+            with suppress(psycopg.errors.UndefinedTable):
+                if found := await rows(connection, query, queue, offset):
+                    return BlockRow(*found[0])
+        return None
 
     async def _block(
         self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, offset: int

@@ -8,8 +8,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.servers import PostgresServer
+from headrace.adapters.postgres.options import check_url, without_password
 from headrace.adapters.receiving import Gap
 from headrace.adapters.seam import QueueAdapter
 from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, QueueFull, StorageError
@@ -173,6 +175,43 @@ async def test_retention_drops_segments_and_a_reader_behind_gets_one_gap(postgre
         assert 20_000 * (20 - first) < statistics.bytes < 20_000 * (21 - first)
 
 
+async def test_a_start_by_time_skips_no_retained_batch_while_a_segment_is_dropped(postgres_url: str) -> None:
+    async with opened(postgres_url, **SMALL_SEGMENTS) as adapter:
+        for number in range(20):
+            await adapter.enqueue([(0, large(number))])
+            await adapter.apply_retention({0: 0})
+        await adapter.enqueue([(0, large(20))])
+        *old, last = tables(postgres_url)
+        assert len(old) >= 4
+        with psycopg.connect(postgres_url) as retention:  # as `apply_retention` of another process, which waits
+            for table in old:
+                retention.execute("DELETE FROM headrace_segment WHERE segment = %s", [int(table.rpartition("_")[2])])
+                retention.execute(f"DROP TABLE {table}".encode())
+            searching = asyncio.ensure_future(adapter.offset_at(0, 0))
+            waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation'"
+            while ask(postgres_url, waits) == [(0,)]:  # noqa: ASYNC110 (the server tells nobody)
+                await asyncio.sleep(0.005)
+        first = await searching
+        assert tables(postgres_url) == [last]
+        assert 0 < first < 21
+        assert first == (await adapter.bounds(0)).first
+
+
+async def test_a_start_by_time_skips_no_batch_if_a_block_is_missing(postgres_url: str) -> None:
+    async with opened(postgres_url, **SMALL_SEGMENTS) as adapter:
+        for number in range(20):
+            await adapter.enqueue([(0, large(number))])
+            await adapter.apply_retention({0: 0})
+        times = [(await adapter.backlog(0, offset)).since_us for offset in range(20)]
+        for missing in (10, 11, 19):
+            for table in tables(postgres_url):
+                ask(postgres_url, f"DELETE FROM {table} WHERE queue = 0 AND first = {missing}")
+        found = [await adapter.offset_at(0, time_us or 0) for time_us in times]
+        # The time of a missing batch is not known: a start there, or just behind it, begins with it.
+        assert found == [*range(11), 10, 10, *range(13, 20)]
+        assert await adapter.offset_at(0, 0) == 0
+
+
 async def test_unfinished_batches_stay_and_are_read_over_all_segments(postgres_url: str) -> None:
     async with opened(postgres_url, queues=2, retain_bytes=1, **SMALL_SEGMENTS) as adapter:
         for number in range(20):
@@ -282,6 +321,27 @@ async def test_a_standby_is_refused() -> None:
         with pytest.raises(InvalidArgument, match="is a standby, which is read-only: give the url of the primary"):
             async with opened(server.url):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("url", "stored"),
+    [
+        ("postgresql:///db", "postgresql:///db"),
+        ("postgresql:///db?host=/run/pg&user=app&password=x", "postgresql:///db?host=/run/pg&user=app"),
+        (
+            "postgresql://me:p#w?x@[::1]:5/db?options=-csearch_path%3Db%20",
+            "postgresql://me@[::1]:5/db?options=-csearch_path%3Db%20",
+        ),
+        ("postgresql://one:1,two:2/db?pass%77ord=x", "postgresql://one:1,two:2/db"),
+        ("postgresql+psycopg://me:x@h", "postgresql+psycopg://me@h"),
+        ("postgresql://h/d@b", "postgresql://h/d@b"),
+    ],
+)
+def test_stored_url_has_all_but_the_password(url: str, stored: str) -> None:
+    """So the provider is opened again in the same place, also over a Unix socket."""
+    assert without_password(url) == stored
+    there, here = conninfo_to_dict(check_url(url)), conninfo_to_dict(check_url(stored))
+    assert {name: each for name, each in there.items() if name != "password"} == here
 
 
 async def test_secrets_are_in_no_message_and_not_stored(postgres_url: str) -> None:
