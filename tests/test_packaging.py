@@ -57,3 +57,9 @@ def test_the_module_by_which_spark_finds_the_format_is_where_spark_looks_for_it(
 def test_only_the_command_is_installed_outside_of_site_packages():
     installed = importlib.metadata.files("headrace") or []
     assert {path.name for path in installed if path.parts[0] == ".."} == {"headrace"}
+
+
+def test_everything_that_the_package_imports_at_once_is_among_its_dependencies():
+    """SQLAlchemy 2.1 brings greenlet, which its asyncio part imports, only as an extra."""
+    needed = [one for one in importlib.metadata.requires("headrace") or () if "extra ==" not in one]
+    assert any(one.startswith("sqlalchemy[asyncio]") for one in needed), needed
