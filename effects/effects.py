@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..streams.arguments import check_integer
+from ..streams.errors import Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
@@ -163,7 +164,12 @@ class EffectsInScope:
                 await transaction.call(work, *args)
             self._known.drop(_stream_of(event))
 
-        await self._guarded(event, run)
+        try:
+            await self._guarded(event, run)
+        except Unavailable:
+            raise
+        except Exception as error:  # whatever it is, the events are not to blame: they failed before
+            raise unavailable(error) from error
 
     def _position(self, event: Event) -> StreamPosition:
         return StreamPosition(self._scope, _stream_of(event))

@@ -126,6 +126,20 @@ async def _apply_and_fail(batch: ReceivedBatch, effects: Effects) -> None:
         _ = 1 / 0
 
 
+async def test_a_batch_whose_failure_cannot_be_noted_is_delivered_again(async_database: UserDatabase, client: Client):
+    effects = Effects(async_database.engine)
+    await client.stream("orders", "42").publish([b"a", b"b"])
+    async_database.execute("ALTER TABLE headrace_unapplied RENAME TO hidden")  # an error that is no outage
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=ONCE) as consumer:
+        with pytest.raises(ZeroDivisionError):
+            await _apply_and_fail(await anext(consumer), effects)
+        again = await asyncio.wait_for(anext(consumer), PATIENCE_S)
+        async with again.effects(effects) as tx:
+            await write_all_down(again, tx)
+    assert async_database.log() == ["a", "b"]
+    assert not await client.dead_letters("billing")
+
+
 async def test_a_batch_publishes_by_the_outbox_and_keeps_a_state(async_database: UserDatabase, client: Client):
     effects = Effects(async_database.engine, state=StreamState())
     for payload in (b"a", b"b"):
@@ -252,6 +266,30 @@ async def test_handlers_in_a_client_apply_each_event_once(async_database: UserDa
     async_database.execute("DELETE FROM log")
     await one.caught_up()
     assert async_database.log() == ["first", "bad", "last"]
+    await one.close()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_events_of_a_handler_whose_failure_cannot_be_noted_are_delivered_again(
+    async_database: UserDatabase, client: Client, *, batch: bool
+):
+    calls: list[int] = []
+
+    async def handle(delivered: Any, tx: Transaction) -> None:
+        for event in delivered if batch else [delivered]:
+            await write_down(event, tx)
+        calls.append(1)
+        if len(calls) < 3:
+            raise ValueError("bad")
+
+    async_database.execute("ALTER TABLE headrace_unapplied RENAME TO hidden")  # an error that is no outage
+    effects = Effects(async_database.engine)
+    options: Any = {"batch": batch, "retry": ONCE, "start": "earliest", "effects": effects}
+    one = await client.subscribe("billing", ORDERS, handle, **options)
+    await client.stream("orders", "42").publish([b"a", b"b"])
+    await asyncio.wait_for(one.caught_up(), PATIENCE_S)
+    assert async_database.log() == ["a", "b"]
+    assert not await client.dead_letters("billing")
     await one.close()
 
 
