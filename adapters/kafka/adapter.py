@@ -20,6 +20,7 @@ from .acknowledgements import KafkaAcknowledgements, ProgressGroups
 from .client import KafkaClients
 from .fetching import FetchedGroup, PartitionFetcher
 from .formats import PackedFormat, RecordFormat
+from .ledger import call_place
 from .ledgers import KafkaLedgers, ledger_settings, ledger_topic
 from .limits import KAFKA_LIMITS, KafkaLimits
 from .options import KafkaOptions, with_location
@@ -122,7 +123,8 @@ class KafkaAdapter(QueueAdapter):
         self.identity = facts.topic_id
         self.location = options.location(topic, facts.topic_id)
         self._watch = TopicWatch(topic, facts, topics, limits, self._wake)
-        self._ledgers = KafkaLedgers(topic, context.queues, clients, topics, limits)
+        places = [call_place(facts.topic_id, queue) for queue in range(context.queues)]
+        self._ledgers = KafkaLedgers(topic, places, clients, topics, limits)
         self._publisher: RecordPublisher | None = None
         self._producers = KafkaProducers(self._ledgers, self._send)
         self._acknowledgements = KafkaAcknowledgements(f"headrace.{context.provider}", topic, clients, limits)
@@ -212,6 +214,7 @@ class KafkaAdapter(QueueAdapter):
                 place,
                 self._format,
                 deliver,
+                call_place=self._ledgers.places[queue],
                 waiting_bytes=limits.waiting_bytes,
                 pause_s=limits.pause_s,
             )

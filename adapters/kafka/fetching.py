@@ -58,10 +58,12 @@ class PartitionFetcher:
         record_format: RecordFormat,
         deliver: Callable[[FetchedGroup], None],
         *,
+        call_place: bytes,
         waiting_bytes: int,
         pause_s: float,
     ) -> None:
-        """`deliver` is called on the event loop that makes the fetcher."""
+        """`deliver` is called on the event loop that makes the fetcher. `call_place`: see `call_part`."""
+        self._call_place = call_place
         self._clients = clients
         self._place = place
         self._format = record_format
@@ -133,9 +135,8 @@ class PartitionFetcher:
             error = record.error()
             if error is None:
                 batch = self._format.batch(record)
-                records.append(
-                    FetchedRecord(record.offset(), batch, call_part(record.headers()), record.timestamp()[1])
-                )
+                part = call_part(record.headers(), self._call_place)
+                records.append(FetchedRecord(record.offset(), batch, part, record.timestamp()[1]))
                 _add_epoch(epochs, record, end)
                 end = record.offset() + 1
                 nbytes += len(record.value() or b"")

@@ -1,13 +1,17 @@
 """The ledger of idempotent producers, kept by the log itself. Pure.
 
-Each record of an idempotent call has a header: producer, number of the call, number of the call before, index of the
-batch in the call, and number of batches of the call. A `QueueLedger` is made from the headers of one queue, in order.
-So all processes that read the same records decide in the same way which of them are duplicates. Only a late write
-stores a duplicate: its publisher had given up, and another publisher had sent the call again.
+Each record of an idempotent call has a header: its place, producer, number of the call, number of the call before,
+index of the batch in the call, and number of batches of the call. The place is the partition for which the record was
+written: a copy elsewhere, such as in a retry topic or a mirror, is a record of no call.
+
+A `QueueLedger` is made from the headers of one queue, in order. So all processes that read the same records decide in
+the same way which of them are duplicates. Only a late write stores a duplicate: its publisher had given up, and another
+publisher had sent the call again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +23,14 @@ from ...streams.publishing import ProducerSequence
 
 CALL = "headrace.call"
 """Name of the header."""
-_FIXED = struct.Struct("<BQQII")
-_VERSION = 1
+PLACE_BYTES = 8
+_FIXED = struct.Struct(f"<B{PLACE_BYTES}sQQII")
+_VERSION = 2
+
+
+def call_place(topic_id: str, partition: int) -> bytes:
+    """Return the place of a partition, as headers have it. A topic that is created again has another id."""
+    return hashlib.blake2b(f"{topic_id}/{partition}".encode(), digest_size=PLACE_BYTES).digest()
 
 
 class CallPart(msgspec.Struct, frozen=True, array_like=True):
@@ -32,27 +42,29 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
     index: int
     count: int
 
-    def encode(self) -> bytes:
-        fixed = _FIXED.pack(_VERSION, self.number, self.previous, self.index, self.count)
+    def encode(self, place: bytes) -> bytes:
+        fixed = _FIXED.pack(_VERSION, place, self.number, self.previous, self.index, self.count)
         return fixed + self.producer.encode()
 
     @classmethod
-    def decode(cls, header: bytes) -> CallPart | None:
-        """Return None if the header is not one that this version writes."""
+    def decode(cls, header: bytes, place: bytes) -> CallPart | None:
+        """Return None if the header is not one that this version writes for this place."""
         if len(header) <= _FIXED.size or header[0] != _VERSION:
             return None
-        _, number, previous, index, count = _FIXED.unpack_from(header)
+        _, written_for, number, previous, index, count = _FIXED.unpack_from(header)
+        if written_for != place:
+            return None
         try:
             return cls(header[_FIXED.size :].decode(), number, previous, index, count)
         except UnicodeDecodeError:
             return None
 
 
-def call_part(headers: Iterable[tuple[str, bytes | None]] | None) -> CallPart | None:
-    """Return the part of a call that is in a record with these headers, None if it belongs to no call."""
+def call_part(headers: Iterable[tuple[str, bytes | None]] | None, place: bytes) -> CallPart | None:
+    """Return the part of a call that is in a record with these headers at a place. None: it belongs to no call."""
     for name, value in headers or ():
         if name == CALL and value is not None:
-            return CallPart.decode(value)
+            return CallPart.decode(value, place)
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -59,8 +59,11 @@ class KafkaLedgers:
     """The ledgers of a topic's queues. Belongs to one event loop."""
 
     def __init__(
-        self, topic: str, queues: int, clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits
+        self, topic: str, places: Sequence[bytes], clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits
     ) -> None:
+        """`places`: those of the queues, as headers of calls have them."""
+        queues = len(places)
+        self.places = places
         self._topic = topic
         self._clients = clients
         self._topics = topics
@@ -173,7 +176,7 @@ class KafkaLedgers:
                 parts = [
                     (record.offset(), part, record.timestamp()[1])
                     for record in group
-                    if (part := call_part(record.headers())) is not None
+                    if (part := call_part(record.headers(), self.places[queue])) is not None
                 ]
                 return parts, group[-1].offset() + 1, len(group), sum(len(each.value() or b"") for each in group)
 

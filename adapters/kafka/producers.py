@@ -67,7 +67,7 @@ class KafkaProducers:
         if not records:
             await self._ledgers.store_empty(sequence)
         parts = [CallPart(producer, number, previous, index, len(records)) for index in missing]
-        stored = await self._send([_with_part(records[part.index], part) for part in parts])
+        stored = await self._send([self._with_part(records[part.index], part) for part in parts])
         tokens: dict[int, SequenceToken | None] = {
             index: SequenceToken(offset) for index, offset in state.parts.items() if index not in missing
         }
@@ -76,6 +76,10 @@ class KafkaProducers:
         offsets = [None if receipt.token is None else receipt.token.offset for receipt in receipts]
         self._remember(producer, ProducerState(LastCall(number, offsets)))
         return receipts
+
+    def _with_part(self, record: OutgoingRecord, part: CallPart) -> OutgoingRecord:
+        header = CALL, part.encode(self._ledgers.places[record.partition])
+        return record._replace(headers=[*(record.headers or ()), header])
 
     async def _read(self, producer: str) -> ProducerState:
         state = await self._ledgers.state(producer)
@@ -100,7 +104,3 @@ class KafkaProducers:
             order.users -= 1
             if not order.users:
                 del self._orders[producer]
-
-
-def _with_part(record: OutgoingRecord, part: CallPart) -> OutgoingRecord:
-    return record._replace(headers=[*(record.headers or ()), (CALL, part.encode())])

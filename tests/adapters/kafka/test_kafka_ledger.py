@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import ProducerSequence
 from headrace.adapters.kafka import KafkaAdapter
-from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, producer_state
+from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, call_place, producer_state
 from headrace.streams.errors import StorageError
 from tests.adapters.kafka.opening import QUICK, ForeignProgram, batch, new_topic, opened, received
 
@@ -22,19 +22,29 @@ def address(kafka_server: KafkaServer) -> str:
     return kafka_server.address
 
 
+HERE = call_place("id", 0)
+
+
 def part(number: int, index: int = 0, count: int = 1, producer: str = "p") -> CallPart:
     return CallPart(producer, number, number - 1, index, count)
 
 
 def test_header_of_a_call_is_read_as_it_was_written() -> None:
     written = CallPart("ü" * 64, 1 << 62, 7, 3, 10_000)
-    assert CallPart.decode(written.encode()) == written
-    assert call_part([("other", b"x"), (CALL, written.encode())]) == written
+    assert CallPart.decode(written.encode(HERE), HERE) == written
+    assert call_part([("other", b"x"), (CALL, written.encode(HERE))], HERE) == written
 
 
-@pytest.mark.parametrize("header", [b"", b"\x01", b"\x02" + part(1).encode()[1:], part(1).encode()[:-1] + b"\xff"])
+@pytest.mark.parametrize(
+    "header", [b"", b"\x01", b"\x03" + part(1).encode(HERE)[1:], part(1).encode(HERE)[:-1] + b"\xff"]
+)
 def test_header_of_another_version_belongs_to_no_call(header: bytes) -> None:
-    assert call_part([(CALL, header)]) is None
+    assert call_part([(CALL, header)], HERE) is None
+
+
+@pytest.mark.parametrize("place", [("id", 1), ("other", 0)])
+def test_header_that_was_written_for_another_partition_or_topic_belongs_to_no_call(place: tuple[str, int]) -> None:
+    assert call_part([(CALL, part(1).encode(HERE))], call_place(*place)) is None
 
 
 def test_call_that_is_stored_in_part_is_not_the_last_one() -> None:
@@ -83,7 +93,7 @@ async def test_late_write_of_a_call_that_was_sent_again_is_not_delivered(address
     topic, foreign = new_topic(), ForeignProgram(address)
     async with opened(address, topic) as adapter:
         assert await publish(adapter, 1, (0, "first")) == [False]
-        late = {CALL: part(1).encode()}
+        late = {CALL: part(1).encode(call_place(adapter.identity, 0))}
         await asyncio.to_thread(lambda: foreign.write(topic, [batch("first").encoded], headers=late))
         assert await publish(adapter, 2, (0, "second")) == [False]
         assert await received(await adapter.open_receiver(0, 0), 2) == ["first", "second"]
@@ -94,7 +104,7 @@ async def test_late_write_of_a_call_that_was_sent_again_is_not_delivered(address
 async def test_call_that_was_stored_in_part_is_completed(address: str) -> None:
     topic, foreign = new_topic(), ForeignProgram(address)
     async with opened(address, topic, queues=2) as adapter:
-        stored = {CALL: part(1, 0, 2).encode()}
+        stored = {CALL: part(1, 0, 2).encode(call_place(adapter.identity, 0))}
         await asyncio.to_thread(lambda: foreign.write(topic, [batch("zero").encoded], headers=stored))
         assert await adapter.last_sequence("p") == 0
         assert await publish(adapter, 1, (0, "zero"), (1, "one")) == [True, False]

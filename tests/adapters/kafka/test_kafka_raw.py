@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 from benchmarks.kafka_servers import KafkaServer
 from headrace import Client, Effects, Event, Provider, RetryPolicy, Start, Transaction
 from headrace.adapters import Bounds, Gap, ProducerSequence
-from headrace.adapters.kafka.ledger import CALL, CallPart
+from headrace.adapters.kafka.ledger import CALL, CallPart, call_place
 from headrace.streams.errors import InvalidArgument, NotSupported, PayloadTooLarge
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
@@ -359,11 +359,29 @@ async def test_repeated_call_is_stored_once_also_in_another_process(address: str
     assert await publish(1) == [(True, 3)]
     assert await publish(2) == [(False, 6)]
     async with opened(address, topic, queues=QUEUES, format="raw") as adapter:
-        late = {"headers": [(CALL, CallPart("p", 2, 1, 1, 2).encode())]}
+        late = {"headers": [(CALL, CallPart("p", 2, 1, 1, 2).encode(call_place(adapter.identity, 0)))]}
         record = {"key": b"k", "value": b"b", "partition": 0, **late}
         await asyncio.to_thread(produced, address, topic, [record, {"key": b"k", "value": b"end", "partition": 0}])
         found = await received(await adapter.open_receiver(0, 0), 9)
     assert found == ["old"] * 3 + ["a", "b", "between", "a", "b", "end"]  # without the late duplicate
+
+
+async def test_record_that_is_copied_with_its_headers_is_an_event_of_its_own(address: str, topic: str) -> None:
+    """As a program does that retries: it copies a record into another partition, or into a topic of retries. Calls of
+    the provider there go on, whatever numbers the copies have."""
+    batch = EventBatch.of(StreamId(topic, "k"), [b"a"])
+    async with opened(address, topic, queues=QUEUES, format="raw") as adapter:
+        for number in (1, 2):
+            await adapter.enqueue([(0, batch)], sequence=ProducerSequence("p", number, number - 1))
+    stored = await asyncio.to_thread(consumed, address, topic, 2)
+    copies = [{"key": each.key, "value": each.value, "headers": list(each.headers.items())} for each in stored]
+    retries = new_topic()
+    ForeignProgram(address).make_topic(retries, 2)
+    for place, queues in ((topic, QUEUES), (retries, 2)):
+        await asyncio.to_thread(produced, address, place, [{**copy, "partition": 1} for copy in (*copies, *copies)])
+        async with opened(address, place, queues=queues, format="raw") as adapter:
+            assert await adapter.last_sequence("p") == (2 if place == topic else 0)
+            assert await received(await adapter.open_receiver(1, 0), 4) == ["a"] * 4
 
 
 async def test_checkpoint_has_only_the_keys_that_are_stuck_however_many_events_pass(
