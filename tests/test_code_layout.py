@@ -51,6 +51,7 @@ PRIVATE_USE = {
 
 PATCHING = {
     "tests/adapters/generator/test_generator_adapter.py": "the clock of its event loop",
+    "tests/adapters/kafka/test_kafka_mistakes.py": "times each call of the event loop",
     "tests/adapters/log/test_log_adapter.py": "sees in which thread a block is read",
     "tests/adapters/log/test_log_commit.py": "sees whether the system's sync was called",
     "tests/adapters/log/test_log_offers.py": "a ring of another process that comes too late",

@@ -81,15 +81,23 @@ class ForeignProgram:
         key: bytes | None = None,
         headers: Mapping[str, bytes] | None = None,
         transaction: str = "",
+        aborted: bool = False,
+        time_ms: int = 0,
     ) -> None:
-        """Write records to partition 0. With `transaction`, in one transaction that is committed."""
+        """Write records to partition 0. With `transaction`, in one transaction that is committed, or aborted. `time_ms`
+        is their time; 0: now."""
         settings = {"transactional.id": transaction} if transaction else {}
         producer = cast(Any, Producer({"bootstrap.servers": self._address, "log_level": 0, **settings}))
         if transaction:
             producer.init_transactions(30)
             producer.begin_transaction()
         for value in values:
-            producer.produce(topic, key=key, value=value, partition=0, headers=dict(headers or {}) or None)
-        if transaction:
+            producer.produce(
+                topic, key=key, value=value, partition=0, headers=dict(headers or {}) or None, timestamp=time_ms
+            )
+        if aborted:
+            assert not producer.flush(30)
+            producer.abort_transaction(30)
+        elif transaction:
             producer.commit_transaction(30)
         assert not producer.flush(30)
