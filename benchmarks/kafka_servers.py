@@ -56,29 +56,35 @@ def kafka_jars() -> Path:
     """Return the folder with Kafka's jars. Raises NotAvailable with the command that fetches them."""
     if chosen := os.environ.get(FOLDER):
         return Path(chosen)
+    return maven_jars(POM, f"kafka-{VERSION}", f"Apache Kafka {VERSION}")
+
+
+def maven_jars(pom: Path, name: str, title: str) -> Path:
+    """Return the folder of the cache with the jars that a file of Maven lists. Fetch them if missing programs may be
+    installed. Raises NotAvailable with the command that fetches them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
-    folder = cache / f"kafka-{VERSION}"
+    folder = cache / name
     if folder.is_dir():
         return folder
     if os.environ.get(INSTALL) != "1":
-        raise NotAvailable(f"Apache Kafka {VERSION} is not in {folder}: run {shlex.join(_fetch(folder))}")
+        raise NotAvailable(f"{title} is not in {folder}: run {shlex.join(_fetch(pom, folder))}")
     maven = find_program("mvn", debian_package="maven")
     cache.mkdir(parents=True, exist_ok=True)
     with installing():
         if not folder.is_dir():
-            _install(maven, cache, folder)
+            _install(maven, pom, cache, folder)
     return folder
 
 
-def _fetch(folder: Path) -> Sequence[str]:
+def _fetch(pom: Path, folder: Path) -> Sequence[str]:
     where = ("-DincludeScope=runtime", f"-DoutputDirectory={folder}")
-    return ("mvn", "--quiet", "--batch-mode", "--file", str(POM), PLUGIN, *where)
+    return ("mvn", "--quiet", "--batch-mode", "--file", str(pom), PLUGIN, *where)
 
 
-def _install(maven: str, cache: Path, folder: Path) -> None:
+def _install(maven: str, pom: Path, cache: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache) as made:
         partial = Path(made, "jars")
-        command = _fetch(partial)
+        command = _fetch(pom, partial)
         fetched = subprocess.run(
             (maven, *command[1:]), stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True
         )

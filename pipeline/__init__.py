@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from .jobs.findings import AuditResult
     from .jobs.replay import ReplayResult, replay
     from .jobs.rollup import rollup
+    from .kafka_records import RECORD_EVENTS, RecordEvent, decode_record
     from .positions import lag
     from .sink import publish_batch, publisher
 
 __all__ = [
+    "RECORD_EVENTS",
     "ArchiveResult",
     "AuditResult",
+    "RecordEvent",
     "ReplayResult",
     "archive",
     "audit",
+    "decode_record",
     "lag",
     "publish_batch",
     "publisher",
@@ -30,6 +34,9 @@ __all__ = [
 ]
 
 _WHERE = {
+    "RECORD_EVENTS": "kafka_records",
+    "RecordEvent": "kafka_records",
+    "decode_record": "kafka_records",
     "ArchiveResult": "jobs.archive",
     "AuditResult": "jobs.findings",
     "ReplayResult": "jobs.replay",
