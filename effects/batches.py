@@ -34,7 +34,7 @@ async def batch_effects(
 ) -> AsyncGenerator[Transaction]:
     """Open the transaction of these events of a batch. See `ReceivedBatch.effects`."""
     try:
-        chosen = effects if isinstance(effects, Effects) else Effects(effects)
+        chosen = effects if isinstance(effects, Effects) else Effects.sharing(effects)
         scoped = chosen.scoped(None, scope, EffectCounts(), batch=True)
         await chosen.check_once()
     except Exception as error:
@@ -66,7 +66,7 @@ async def _open(
 
 async def _reject(scoped: EffectsInScope, batch: BatchToApply, events: Sequence[Event], error: Exception) -> None:
     outage = isinstance(error, Unavailable) or is_outage(error)
-    if not outage:
+    if not outage and not batch.redriven:  # a dead letter is noted already, perhaps as applied
         try:
             await scoped.failed(events)  # the silo may give up on them
         except Unavailable:

@@ -30,6 +30,10 @@ CACHED_STATES = 10_000
 CACHED_BYTES = 1 << 22
 """Bounds of the states that are kept in memory, for each subscription and queue."""
 _checked: WeakSet[Engine] = WeakSet()
+
+TransactionSlots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+_shared_slots: WeakKeyDictionary[AsyncEngine | AsyncConnection, TransactionSlots] = WeakKeyDictionary()
+
 UNKNOWN_EVENT = (
     "it is not known whether the effects of this event are applied (it was given up on before the subscription had "
     "effects, or their database was restored): to apply it, run 'headrace effects unknown URL --apply' and redrive it "
@@ -62,13 +66,24 @@ class Effects:
             check_integer("max_transactions", max_transactions, 1)
         self.state = state
         self._max_transactions = max_transactions or self.database.transactions
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._slots: TransactionSlots = WeakKeyDictionary()
+        if isinstance(engine, AsyncConnection):
+            self._slots = _shared_slots.setdefault(engine, self._slots)
+
+    @classmethod
+    def sharing(cls, engine: AsyncEngine | AsyncConnection) -> Effects:
+        """Return effects that share the bound of transactions with all others that this returns for the engine."""
+        made = cls(engine)
+        made._slots = _shared_slots.setdefault(engine, made._slots)
+        return made
 
     async def check_once(self) -> None:
-        """Run `check`, unless a check of this engine has succeeded in this process."""
+        """Run `check`, unless a check of this engine has succeeded in this process. Like an event, it waits for its
+        turn."""
         engine = self.database.engine
         if engine not in _checked:
-            await self.check()
+            async with self._slots_here():
+                await self.check()
             _checked.add(engine)
 
     async def check(self) -> None:
@@ -88,9 +103,11 @@ class Effects:
     ) -> EffectsInScope:
         """Return the effects of one subscription in one queue. Call it on the event loop. Without a handler, only
         `transaction` applies events."""
-        loop = asyncio.get_running_loop()
-        slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_transactions))
+        slots = self._slots_here()
         return EffectsInScope(self.database, self.state, handler, scope, counts=counts, slots=slots, batch=batch)
+
+    def _slots_here(self) -> asyncio.Semaphore:
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_transactions))
 
 
 def _check(connection: Connection) -> None:

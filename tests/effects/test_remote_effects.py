@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from headrace import (
     Client,
@@ -138,6 +138,58 @@ async def test_a_batch_whose_failure_cannot_be_noted_is_delivered_again(async_da
             await write_all_down(again, tx)
     assert async_database.log() == ["a", "b"]
     assert not await client.dead_letters("billing")
+
+
+async def test_batches_on_one_connection_are_applied_one_after_the_other(async_database: UserDatabase, client: Client):
+    engine: Any = async_database.engine
+    for number in range(4):
+        await client.stream("orders", str(number)).publish(b"%d" % number)
+    open_now: list[int] = []
+
+    async def apply(batch: ReceivedBatch, connection: AsyncConnection) -> None:
+        async with batch.effects(connection) as tx:
+            open_now.append(1)
+            await write_all_down(batch, tx)
+            await asyncio.sleep(0.02)
+            assert len(open_now) == 1
+            open_now.clear()
+
+    async with client.subscribe("billing", ORDERS, start="earliest") as consumer, engine.connect() as connection:
+        batches = [await anext(consumer) for _ in range(4)]
+        await asyncio.gather(*(apply(batch, connection) for batch in batches))
+    assert sorted(async_database.log()) == ["0", "1", "2", "3"]
+
+
+async def test_batches_on_one_engine_are_bounded_together(tmp_path: Path, client: Client):
+    """SQLite has one writer: a second one would wait for the lock, and fail if it waits too long."""
+    async with user_database("aiosqlite", str(tmp_path / "u.db"), lambda: "", connect_args={"timeout": 0}) as database:
+        for number in range(4):
+            await client.stream("orders", str(number)).publish(b"%d" % number)
+
+        async def apply(batch: ReceivedBatch) -> None:
+            async with batch.effects(database.engine) as tx:  # pyright: ignore[reportArgumentType]
+                await write_all_down(batch, tx)
+                await asyncio.sleep(0.02)
+
+        async with client.subscribe("billing", ORDERS, start="earliest") as consumer:
+            await asyncio.gather(*[apply(await anext(consumer)) for _ in range(4)])
+        assert sorted(database.log()) == ["0", "1", "2", "3"]
+
+
+async def test_a_refused_redrive_stays_refused_after_an_error(async_database: UserDatabase, client: Client):
+    """Otherwise the next redrive would apply an event that perhaps is applied already."""
+    effects = Effects(async_database.engine)
+    await client.stream("orders", "42").publish(b"unknown")
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=ONCE, circuit_breaker=False) as consumer:
+        await (await anext(consumer)).nack("without effects")
+        await until_letters(client, 1)
+        for _ in range(2):
+            assert await client.redrive("billing") == 1
+            with pytest.raises(ZeroDivisionError):
+                async with (await anext(consumer)).effects(effects) as tx:
+                    assert not tx.events
+                    _ = 1 / 0
+            await until_letters(client, 1)
 
 
 async def test_a_batch_publishes_by_the_outbox_and_keeps_a_state(async_database: UserDatabase, client: Client):
