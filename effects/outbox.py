@@ -228,6 +228,7 @@ def _buffer(session: Session, rows: Sequence[OutboxRow]) -> None:
         _heard.add(session)
         event.listen(session, "before_commit", _before_commit)
         event.listen(session, "after_soft_rollback", _after_rollback)
+        event.listen(session, "after_transaction_end", _after_end)
     session.info.setdefault(_WAITING, []).extend((transaction, row) for row in rows)
 
 
@@ -245,6 +246,12 @@ def _after_rollback(session: Session, ended: SessionTransaction) -> None:
     kept = [(transaction, row) for transaction, row in waiting if not _is_within(transaction, ended)]
     if kept:
         session.info[_WAITING] = kept
+
+
+def _after_end(session: Session, ended: SessionTransaction) -> None:
+    """After a commit, nothing waits. `close` and `reset` end the transaction without a commit or a rollback."""
+    if ended.parent is None:
+        session.info.pop(_WAITING, None)
 
 
 def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:

@@ -152,6 +152,28 @@ async def test_a_session_that_is_used_again_sends_nothing_of_before(async_databa
     assert (await moved(async_database)).payloads() == [b"a"]
 
 
+@pytest.mark.parametrize("method", ["close", "reset"])
+async def test_a_session_that_is_closed_sends_nothing_of_before(async_database: UserDatabase, method: str):
+    assert isinstance(async_database.engine, AsyncEngine)
+    async with AsyncSession(async_database.engine) as session:
+        OUTBOX.publish(STREAM, b"lost", connection=session)
+        await session.begin_nested()
+        OUTBOX.publish(STREAM, b"lost, too", connection=session)
+        await getattr(session, method)()
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        await session.commit()
+
+    def work() -> None:
+        with Session(async_database.inspecting) as session:
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+            getattr(session, method)()
+            OUTBOX.publish(STREAM, b"b", connection=session)
+            session.commit()
+
+    await asyncio.to_thread(work)
+    assert (await moved(async_database)).payloads() == [b"a", b"b"]
+
+
 async def test_connections_of_drivers(postgres: UserDatabase):
     def sync() -> None:
         with psycopg.connect(postgres.url) as connection, connection.transaction():
