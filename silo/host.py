@@ -18,7 +18,8 @@ import msgspec
 from ..agents import SendBudget
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from ..server.http import HttpAnswer, serving
-from ..streams.errors import HeadraceError, InvalidArgument
+from ..store.datadir import running_silos
+from ..streams.errors import Busy, HeadraceError, InvalidArgument
 from ..streams.handlers import SubscriptionDeclaration, declared
 from ..streams.wording import counted
 from .config import SiloConfig, check
@@ -132,8 +133,18 @@ class Silo:
                 if error.option == "options":
                     error = InvalidArgument(error.problem, option=f"[providers.{name}.options]")
                 raise error from None
+        if self.config.data is not None and self.config.cluster is None:
+            await self._check_alone(Path(self.config.data))
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
+
+    async def _check_alone(self, data: Path) -> None:
+        """Raise Busy if a cluster serves the queues: without leases this silo would read them all as well."""
+        if others := await asyncio.to_thread(running_silos, data):
+            raise Busy(
+                f"data directory '{data}' is used by a cluster (silo {', '.join(map(repr, others))}): add [cluster] to "
+                "the configuration of this silo, or stop the cluster first"
+            )
 
     def _log_ready(self, subscriptions: Sequence[SubscriptionDeclaration]) -> None:
         if not subscriptions and self.grpc_address is None:

@@ -247,6 +247,18 @@ def place_of(held: DirectoryLock) -> str:
     return f"{_boot_id()}:{status.st_dev}:{status.st_ino}:{held.path}"
 
 
+def running_silos(data: Path) -> list[str]:
+    """Return the names of the silos of a cluster whose processes on this machine use a data directory."""
+    found: list[str] = []
+    for path in sorted((data / "locks" / SILOS).glob("*.lock")):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(path.stem)
+    return found
+
+
 def is_held(place: str) -> bool | None:
     """Return whether a process holds the lock at a place. None if this is not known: the lock is on another machine, or
     its file is missing or was replaced."""

@@ -245,6 +245,13 @@ def test_a_probe_is_answered_while_the_store_does_not_answer(tmp_path: Path, pos
         connection.rollback()
 
 
+def test_a_silo_without_a_cluster_does_not_join_the_data_of_one(tmp_path: Path, headrace: Headrace):
+    with silos(tmp_path, "a") as (a,):
+        evenly(a, "a")
+        refused = headrace("silo", "--data", tmp_path / "data", "--listen", "127.0.0.1:0").refused(1)
+        assert "data' is used by a cluster (silo 'a'): add [cluster]" in refused
+
+
 def test_different_settings_and_queues_without_an_owner_are_shown(tmp_path: Path, headrace: Headrace):
     kept = ", ".join(f'{queue} = "{silo}"' for queue, silo in enumerate("aaaabbbc"))
     mapping = f'balancer = "static"\nmapping = {{{kept}}}\n'
