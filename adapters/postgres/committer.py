@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from queue import Empty, SimpleQueue
+from typing import TypeVarTuple
 
 import psycopg
 from psycopg import Connection
@@ -26,9 +27,10 @@ from ..log.group import StoredBatches
 from .connecting import DatabasePlace
 from .group import Outcome, WaitingCall
 from .schema import ProviderRow
-from .transaction import GroupTransaction, LostBlocksError
+from .transaction import GroupTransaction, LostQueueError
 
 log = logging.getLogger("headrace.adapters.postgres")
+_Ts = TypeVarTuple("_Ts")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 _CONFLICTS = frozenset({"40001", "40P01", "55P03", "57014"})
 """SQL states after which the same transaction may succeed: conflicts, and locks that others hold for too long."""
@@ -100,9 +102,8 @@ class PostgresCommitter:
     # ---- in the committer's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # The loop raises RuntimeError if it was closed without `aclose`: then no caller waits for answers.
-        with suppress(RuntimeError):
-            going, chores_at = True, time.monotonic() + self._limits.chores_s
+        going, chores_at = True, time.monotonic() + self._limits.chores_s
+        try:
             while going and not self._loop.is_closed():
                 going = self._wait(chores_at)
                 while self._calls:
@@ -111,8 +112,14 @@ class PostgresCommitter:
                 if not going or time.monotonic() >= chores_at:
                     self._store_acknowledgements()
                     chores_at = time.monotonic() + self._limits.chores_s
-            self._loop.call_soon_threadsafe(self._stopped.set)
-        self._drop_connection()
+        finally:
+            self._drop_connection()
+            self._tell_loop(self._stopped.set)
+
+    def _tell_loop(self, function: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
+        """Call a function on the loop. If the loop was closed without `aclose`, no caller waits."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _wait(self, until: float) -> bool:
         try:
@@ -125,30 +132,37 @@ class PostgresCommitter:
         return [take() for _ in range(len(self._calls))]
 
     def _store(self, calls: Sequence[WaitingCall]) -> None:
-        grown: Growth = {}
-        outcomes: Sequence[Outcome | HeadraceError]
+        waiting = list(calls)
         try:
-            stored = self._persistently(calls)
-            outcomes = stored.outcomes
-            grown = {} if stored.writes is None else stored.writes.grown
+            stored = self._persistently(waiting)
         except HeadraceError as error:
-            outcomes = [error.copy() for _ in calls]
+            self._fail(waiting, error)
         except Exception as error:
             log.exception("%s: a commit failed with an unexpected error", self._place.shown)
-            outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
             self._drop_connection()
-        self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
+            self._fail(waiting, StorageError(f"a commit failed: {error!r}"))
+        else:
+            if stored is not None:
+                grown: Growth = {} if stored.writes is None else stored.writes.grown
+                self._tell_loop(self._answer, stored.calls, stored.outcomes, grown)
 
-    def _persistently(self, calls: Sequence[WaitingCall]) -> GroupTransaction:
-        """Store a group, and repeat it while the server is away. Raises HeadraceError after the calls' deadline."""
+    def _fail(self, calls: Sequence[WaitingCall], error: HeadraceError) -> None:
+        grown: Growth = {}
+        self._tell_loop(self._answer, calls, [error.copy() for _ in calls], grown)
+
+    def _persistently(self, waiting: list[WaitingCall]) -> GroupTransaction | None:
+        """Store a group, and repeat while the server is away.
+
+        A call whose deadline has passed fails and leaves `waiting`; if none is left, return None. Raises HeadraceError
+        if repeating does not help.
+        """
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-        deadline = max(call.deadline for call in calls)
         uncertain: GroupTransaction | None = None
-        while True:
-            attempt = GroupTransaction(self._provider, calls, self._limits)
+        while waiting:
+            attempt = GroupTransaction(self._provider, tuple(waiting), self._limits)
             committing = False
             try:
-                connection = self._connected(deadline)
+                connection = self._connected(max(call.deadline for call in waiting))
                 if uncertain is not None:
                     if self._was_stored(uncertain, connection):
                         return uncertain
@@ -159,16 +173,21 @@ class PostgresCommitter:
                     self._begin_deadline(connection)
                     attempt.commit(connection)
                 return attempt
-            except LostBlocksError:
+            except LostQueueError:
                 raise StorageError(f"{self._place.shown} does not have the queues of this provider any more") from None
             except (psycopg.Error, StorageError) as error:
                 failure = error
             if committing:
                 uncertain = attempt
             self._after_failure(failure)
-            if time.monotonic() >= deadline or not _is_passing(failure):
-                raise self._failure(failure, uncertain=uncertain is not None)
-            time.sleep(min(backoff.next_s(), max(deadline - time.monotonic(), 0)))
+            explained = self._failure(failure, uncertain=uncertain is not None)
+            if not _is_passing(failure):
+                raise explained
+            now = time.monotonic()
+            self._fail([call for call in waiting if call.deadline <= now], explained)
+            waiting[:] = [call for call in waiting if call.deadline > now]
+            time.sleep(min([backoff.next_s(), *(call.deadline - now for call in waiting)]) if waiting else 0)
+        return None
 
     def _was_stored(self, uncertain: GroupTransaction, connection: Connection[TupleRow]) -> bool:
         """Return whether a group was stored by a commit whose answer was lost. Raises StorageError if this cannot be
@@ -202,6 +221,7 @@ class PostgresCommitter:
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
+        self._backend = 0  # the server may give the number to another process
         if connection is not None:
             connection.close()
 
@@ -212,10 +232,9 @@ class PostgresCommitter:
         return error
 
     def _store_acknowledgements(self) -> None:
-        pending = self._acknowledgements.pending()
-        if not pending:
-            return
         try:
+            if not (pending := self._acknowledgements.pending()):
+                return
             connection = self._connected()
             for queue, offset in sorted(pending.items()):
                 connection.execute(
@@ -227,12 +246,16 @@ class PostgresCommitter:
         except (psycopg.Error, StorageError) as error:
             self._drop_connection()
             log.warning("acknowledgements are not stored, trying again: %s", self._place.failure(error))
+        except Exception:
+            self._drop_connection()
+            log.exception("acknowledgements are not stored, trying again")
 
     # ---- on the event loop -----------------------------------------------------------------------------------------
 
     def _answer(self, calls: Sequence[WaitingCall], outcomes: Sequence[Outcome | HeadraceError], grown: Growth) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             self._pending_bytes -= call.nbytes
+            call.nbytes = 0  # if it has failed at its deadline, it may be stored and be answered again
             answer = call.answer
             if answer.done():
                 continue

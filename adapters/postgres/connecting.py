@@ -114,8 +114,9 @@ class DatabasePlace:
 
     def _settings(self, timeout_s: float | None) -> dict[str, Any]:
         request_s = self.limits.request_s
+        connect_s = request_s if timeout_s is None else min(request_s, timeout_s)
         ours: dict[str, Any] = {
-            "connect_timeout": max(2, math.ceil(min(request_s, timeout_s or request_s))),  # 2 is the minimum of libpq
+            "connect_timeout": max(2, math.ceil(connect_s)),  # 2 is the minimum of libpq
             "tcp_user_timeout": round(request_s * 1000),
             "keepalives_idle": 5,
             "keepalives_interval": 1,

@@ -32,7 +32,7 @@ _MAX_NOTIFIED_BYTES = 7000
 """PostgreSQL takes 8,000 bytes."""
 
 
-class LostBlocksError(Exception):
+class LostQueueError(Exception):
     """The row of a queue is missing."""
 
 
@@ -41,7 +41,7 @@ class GroupTransaction:
 
     def __init__(self, provider: ProviderRow, calls: Sequence[WaitingCall], limits: PostgresLimits) -> None:
         self._provider = provider
-        self._calls = calls
+        self.calls = calls
         self._limits = limits
         self._queues = sorted({queue for call in calls for queue, _ in call.batches})
         self._producers = sorted({call.producer for call in calls if call.sequence is not None})
@@ -57,7 +57,7 @@ class GroupTransaction:
         """Lock, and decide about each call. Raises psycopg.Error: then nothing is stored."""
         tails, producers, now_us = self._lock(connection)
         group = EnqueueGroup(tails, producers, now_us)
-        self.outcomes = [group.add(call) for call in self._calls]
+        self.outcomes = [group.add(call) for call in self.calls]
         self.writes = group.writes(encoder)
         if self.is_empty:
             connection.execute("ROLLBACK")
@@ -132,7 +132,7 @@ class GroupTransaction:
         tails = {row[0]: LockedTail(*row[1:]) for row in results.pop()} if self._queues else {}
         if len(tails) != len(self._queues):
             connection.execute("ROLLBACK")
-            raise LostBlocksError
+            raise LostQueueError
         return tails, producers, now_us
 
     def _statements(self, writes: GroupWrites) -> Iterable[str]:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 
 from benchmarks.servers import PostgresServer
-from headrace.adapters.postgres import PostgresAdapter
+from headrace.adapters import AdapterContext
+from headrace.adapters.log.acknowledgements import PendingAcknowledgements
+from headrace.adapters.postgres import PostgresAdapter, PostgresLimits
+from headrace.adapters.postgres.committer import PostgresCommitter
+from headrace.adapters.postgres.connecting import DatabasePlace
+from headrace.adapters.postgres.group import WaitingCall
+from headrace.adapters.postgres.options import PostgresOptions
+from headrace.adapters.postgres.schema import register
 from headrace.adapters.receiving import QueueReceiver
 from headrace.streams.errors import StorageError
-from headrace.streams.publishing import ProducerSequence
+from headrace.streams.identity import SequenceToken
+from headrace.streams.publishing import ProducerSequence, Receipt
 from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, texts
 from tests.effects.test_lost_answers import CommitCutter
 from tests.faults.cluster_stores import lasting_port
@@ -109,10 +120,68 @@ async def test_a_commit_whose_answer_is_lost_is_stored_once(postgres_url: str) -
                 while cutter.cutting and not done.done():
                     cutter.cutting = not cutter.cuts
                     await asyncio.sleep(0.01)
+                assert cutter.cuts or number % 4 != 1
                 cutter.cuts = 0
                 await done
             found = await received(await adapter.open_receiver(0), 22)
     assert [text for text in found if text != "other"] == [str(number) for number in range(20)]
+
+
+async def test_each_call_fails_at_its_own_deadline_and_later_ones_of_its_group_are_stored(
+    own_server: PostgresServer,
+) -> None:
+    committer = await committer_at(own_server.url, AWAY)
+    await asyncio.to_thread(own_server.kill)
+    soon, late = (submitted(committer, text, timeout_s=timeout_s) for text, timeout_s in (("soon", 0.3), ("late", 60)))
+    with pytest.raises(StorageError, match="connection"):
+        await asyncio.wait_for(soon, 20)
+    assert not late.done()
+    await asyncio.to_thread(own_server.start)
+    (receipt,) = await asyncio.wait_for(late, 60)
+    assert receipt.token == SequenceToken(0)  # the other one was not stored
+    assert committer.backend()
+    await committer.aclose()
+    assert not committer.backend()  # the server may give the number to another process
+
+
+async def test_a_connection_is_not_waited_for_when_no_time_is_left() -> None:
+    """libpq waits for two seconds at least."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # says nothing
+        url = f"postgresql://127.0.0.1:{server.getsockname()[1]}/db"
+        place = DatabasePlace(PostgresOptions(url=url), QUICK._replace(request_s=30.0))
+        with pytest.raises(psycopg.Error):
+            await asyncio.wait_for(asyncio.to_thread(place.connect, 0.0), 15)
+
+
+class BrokenAcknowledgements(PendingAcknowledgements):
+    def pending(self) -> Mapping[int, int]:
+        raise RuntimeError("broken")
+
+
+async def test_an_unexpected_error_of_acknowledgements_ends_neither_publishing_nor_closing(postgres_url: str) -> None:
+    broken = BrokenAcknowledgements()
+    committer = await committer_at(postgres_url, QUICK, broken)
+    await asyncio.sleep(4 * QUICK.chores_s)
+    assert await asyncio.wait_for(submitted(committer, "stored", timeout_s=20), 20)
+    await asyncio.wait_for(committer.aclose(), 20)
+
+
+async def committer_at(
+    url: str, limits: PostgresLimits, acknowledgements: PendingAcknowledgements | None = None
+) -> PostgresCommitter:
+    """Return a committer of a new provider with one queue."""
+    place = DatabasePlace(PostgresOptions(url=url), limits)
+    with psycopg.connect(url, autocommit=True) as connection:
+        provider = register(connection, AdapterContext(provider="committer", queues=1), create=True)
+    return PostgresCommitter(
+        place, provider, acknowledgements or PendingAcknowledgements(), lambda _: None, group_bytes=1 << 20
+    )
+
+
+def submitted(committer: PostgresCommitter, text: str, *, timeout_s: float) -> asyncio.Future[Sequence[Receipt]]:
+    answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
+    committer.submit(WaitingCall([(0, batch(text))], 1, answer, None, time.monotonic() + timeout_s))
+    return answer
 
 
 async def test_lost_answer_of_an_idempotent_call_is_no_conflict(postgres_url: str) -> None:
