@@ -31,7 +31,11 @@ CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03")
 """The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock."""
-_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_SQLITE_OUTAGES = (
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
+)  # fmt: skip
+"""The file is locked, or it or its disk cannot be used."""
 _IN_ERROR = 3
 """The transaction status `PQTRANS_INERROR` of libpq."""
 _JOINED = "rollback_only"
@@ -222,15 +226,19 @@ class _ThreadedTransaction(EffectTransaction):
         self._session: Session | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
-        """A thread cannot be cancelled: if the caller is, wait for the thread first."""
+        """A thread cannot be cancelled: however often the caller is, wait for the thread first."""
         running = asyncio.get_running_loop().run_in_executor(self._threads, function)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
             if not running.cancelled():
                 running.exception()
-            raise
+            raise cancelled
+        return running.result()
 
     def _connect(self) -> Connection:
         if self._opened is None:
@@ -367,7 +375,7 @@ def is_outage(error: BaseException) -> bool:
     if error.connection_invalidated:
         return True
     if isinstance(error.orig, sqlite3.Error):
-        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _LOCKED
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_OUTAGES
     state = sqlstate(error)
     return state.startswith(_OUTAGES) if state else isinstance(error, OperationalError)
 

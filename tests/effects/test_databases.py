@@ -1,0 +1,69 @@
+"""Databases of effects: which errors are outages, and cancelled transactions."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, create_engine, event
+
+from headrace import Effects, Unavailable
+from headrace.effects.database import database_of
+from tests.effects.databases import UserDatabase, user_database
+from tests.effects.test_transactional_handlers import event_at, in_scope
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "aiosqlite"])
+@pytest.mark.parametrize("pragma", ["max_page_count = 1", "query_only = 1"])
+async def test_a_full_disk_or_a_read_only_file_is_not_the_events_fault(kind: str, pragma: str, tmp_path: Path):
+    async with user_database(kind, str(tmp_path / "u.db"), lambda: "") as database:
+
+        def limit(driver: Any, _: object) -> None:
+            driver.execute(f"PRAGMA {pragma}")
+
+        event.listen(database_engine(database), "connect", limit)
+        effects, _ = in_scope(database)
+        large = event_at(5)
+        large.payload = b"x" * 100_000
+        with pytest.raises(Unavailable, match=r"full|readonly"):
+            await effects.call(large)
+        assert database.log() == []
+
+
+def database_engine(database: UserDatabase) -> Any:
+    return getattr(database.engine, "sync_engine", database.engine)
+
+
+async def test_a_file_that_cannot_be_opened_is_an_outage(tmp_path: Path):
+    engine = create_engine(f"sqlite:///{tmp_path}/missing/u.db")
+    with pytest.raises(Unavailable, match="unable to open database file"):
+        await Effects(engine).check()
+    engine.dispose()
+
+
+async def test_a_transaction_that_is_cancelled_twice_waits_for_its_thread(tmp_path: Path):
+    """Otherwise its connection would go back to the pool while a statement runs on it."""
+    began, released = threading.Event(), threading.Event()
+    engine = create_engine(f"sqlite:///{tmp_path}/u.db")
+
+    def work(_: Connection) -> None:
+        began.set()
+        released.wait(30)
+
+    async def run() -> None:
+        async with database_of(engine).transaction() as transaction:
+            await transaction.call(work)
+
+    running = asyncio.create_task(run())
+    await asyncio.to_thread(began.wait)
+    for _ in range(3):
+        running.cancel()
+        await asyncio.wait([running], timeout=0.1)
+    try:
+        assert not running.done()
+    finally:
+        released.set()
+        await asyncio.wait([running])
+    assert running.cancelled()
+    engine.dispose()
