@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..streams.background import run_periodically
-from ..streams.errors import Closed, HeadraceError
+from ..streams.errors import Closed, HeadraceError, Unavailable
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
@@ -23,6 +23,8 @@ log = logging.getLogger("headrace.agents")
 REDRIVE_S = 1.0
 MAX_REDRIVES = 16
 """Dead letters of a subscription that are delivered once more at the same time."""
+_EARLIER = "; it had failed with: "
+"""Separates the reason why a dead letter was not redriven from the reason of its failure."""
 
 
 class Redriver:
@@ -65,13 +67,13 @@ class Redriver:
         except Closed:
             return  # it is delivered when its queue is served again
         reason, attempts = None, letter.attempts + 1
-        if isinstance(error, RedriveRefused):
-            attempts = letter.attempts  # the handler was not called
-            refusal = str(error)
-            reason = letter.reason if refusal in letter.reason else f"{refusal}; it had failed with: {letter.reason}"
-            log.warning("subscription %r does not redrive dead letter %d: %s", letter.subscription, letter.id, refusal)
+        if error is not None:
+            reason = str(error) if isinstance(error, (RedriveRejected, RedriveRefused)) else described(error)
+        if error is not None and _blames_no_event(error):
+            attempts = letter.attempts
+            log.warning("subscription %r does not redrive dead letter %d: %s", letter.subscription, letter.id, reason)
+            reason = f"{reason}{_EARLIER}{letter.reason.rpartition(_EARLIER)[2]}"
         elif error is not None:
-            reason = str(error) if isinstance(error, RedriveRejected) else described(error)
             message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
             delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
         try:
@@ -84,6 +86,13 @@ class Redriver:
             )
         except HeadraceError as failure:
             log.warning("cannot record that dead letter %d was redriven, so it comes again: %s", letter.id, failure)
+
+
+def _blames_no_event(error: BaseException) -> bool:
+    """Whether the handler was not called, or could not work: this does not count as an attempt."""
+    if isinstance(error, RedriveRejected):
+        return error.unavailable
+    return isinstance(error, (RedriveRefused, Unavailable))
 
 
 def _event(letter: DeadLetter) -> Event:

@@ -17,6 +17,7 @@ from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.transactions import RedriveRefused
 from .handler_effects import BatchInHandler, HandlerWithEffects
 from .holdings import ConsumerHoldings
 from .received import ReceivedBatch
@@ -156,8 +157,9 @@ class RemoteHandling:
         if len(self._failing) == MAX_FAILING:
             self._failing.clear()
         self._failing[batch.stream] = token
-        unavailable = isinstance(error, Unavailable)
-        batch.holder.reject(batch, place, described(error), None, unavailable)
+        unavailable = isinstance(error, (Unavailable, RedriveRefused))
+        reason = str(error) if isinstance(error, RedriveRefused) else described(error)
+        batch.holder.reject(batch, place, reason, None, unavailable)
         if attempt >= self._attempts() and not unavailable:
             if len(self._exhausted) == MAX_FAILING:
                 self._exhausted.clear()

@@ -152,7 +152,8 @@ class ReceivedBatch(EventBatch):
         When the retries are exhausted, the subscription's `on_failure` applies; a dead letter keeps `reason`.
 
         Give `unavailable` if a dependency is down and the events are not to blame: the rejection does not count as an
-        attempt, and the events are delivered again until they succeed.
+        attempt, and the events are delivered again until they succeed. A dead letter that is redriven stays one then,
+        and keeps the reason of its failure.
         """
         _check_rejection(reason, delay)
         self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)

@@ -60,7 +60,7 @@ async def _open(
         return await stack.enter_async_context(scoped.transaction(events, redriven=batch.redriven))
     except RedriveRefused as refused:
         await scoped.note_unknown(events[0])
-        await batch.nack(str(refused))
+        await batch.nack(str(refused), unavailable=True)  # this is no attempt
         return await stack.enter_async_context(scoped.without_events())
 
 

@@ -73,7 +73,7 @@ class GroupQueues:
     ) -> bool:
         """Events failed, or, with `unavailable`, a dependency of the consumer. These events and the later ones of the
         parcel are delivered again. Return False if the member does not hold the events."""
-        if member.redriven and _redriven(member, events, RedriveRejected(reason)):
+        if member.redriven and _redriven(member, events, RedriveRejected(reason, unavailable=unavailable)):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:

@@ -80,3 +80,8 @@ class RedriveRejected(HeadraceError):
     """A consumer rejected an event that was delivered to it out of order."""
 
     code = "rejected"
+
+    def __init__(self, reason: str, *, unavailable: bool = False) -> None:
+        super().__init__(reason)
+        self.unavailable = unavailable
+        """The consumer says that the event is not to blame."""

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from headrace import Effects, Event, Provider, StreamState, Transaction
+from headrace import Effects, Event, Provider, StreamState, Transaction, Unavailable
 from headrace.effects import administration, schema
 from headrace.effects.effects import EffectsInScope
 from headrace.streams.subscriptions import DeadLetter
@@ -308,6 +308,25 @@ async def test_a_dead_letter_from_before_the_effects_stays_until_the_operator_de
         assert await one.redrive() == 1
         assert not await until_redriven(provider)
         assert async_database.log() == ["after", "before"]
+
+
+async def test_a_redrive_during_an_outage_is_no_attempt(async_database: UserDatabase, tmp_path: Path):
+    error: Exception = ValueError("bad")
+
+    async def handle(_: Event, tx: Transaction) -> None:
+        raise error
+
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        options: Any = {"retry": ONCE, "circuit_breaker": False, "effects": Effects(async_database.engine)}
+        one = await provider.subscribe("billing", "orders/*", handle, **options)
+        await provider.stream("orders", "42").publish(b"bad")
+        await one.caught_up()
+        for reason in ("the mail server is away", "the mail server is late"):
+            error = Unavailable(reason)
+            await one.redrive()
+            (letter,) = await until_redriven(provider)
+            assert letter.reason == f"Unavailable: {reason}; it had failed with: ValueError: bad"
+            assert letter.attempts == 1
 
 
 async def test_a_redrive_that_was_applied_before_a_crash_is_not_repeated(async_database: UserDatabase, tmp_path: Path):

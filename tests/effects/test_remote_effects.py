@@ -258,6 +258,8 @@ async def test_a_redrive_applies_a_batch_once_and_refuses_one_that_is_not_known(
         (letter,) = await until_letters(client, 1)
         assert letter.payload == b"unknown"
         assert letter.reason.startswith("it is not known whether the effects of this event are applied")
+        assert letter.reason.endswith("; it had failed with: without effects")
+        assert letter.attempts == 1
     assert async_database.log() == ["last", "failed"]
 
 
@@ -342,6 +344,29 @@ async def test_events_of_a_handler_whose_failure_cannot_be_noted_are_delivered_a
     await asyncio.wait_for(one.caught_up(), PATIENCE_S)
     assert async_database.log() == ["a", "b"]
     assert not await client.dead_letters("billing")
+    await one.close()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_dead_letter_that_a_handler_refuses_keeps_its_reason_and_its_attempts(
+    async_database: UserDatabase, client: Client, *, batch: bool
+):
+    async def handle(delivered: Any, tx: Transaction) -> None:
+        await (write_all_down if batch else write_down)(delivered, tx)
+
+    options: Any = {"retry": ONCE, "circuit_breaker": False, "start": "earliest"}
+    async with client.subscribe("billing", ORDERS, None, **options) as consumer:
+        await client.stream("orders", "42").publish(b"unknown")
+        await (await anext(consumer)).nack("without effects")
+        await until_letters(client, 1)
+    options |= {"batch": batch, "effects": Effects(async_database.engine)}
+    one = await client.subscribe("billing", ORDERS, handle, **options)
+    for _ in range(2):
+        assert await one.redrive() == 1
+        (letter,) = await until_letters(client, 1)
+        assert letter.reason.startswith("it is not known whether the effects of this event are applied")
+        assert letter.reason.endswith("'headrace deadletters delete'; it had failed with: without effects")
+        assert letter.attempts == 1
     await one.close()
 
 
