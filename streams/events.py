@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from . import layout
-from .arguments import check_instance, refused
+from .arguments import CheckedStruct, check_instance, refused
 from .errors import InvalidArgument, PayloadTooLarge
 from .field_limits import check_headers, check_ids, check_times
 from .identity import SequenceToken, StreamId
@@ -32,7 +32,8 @@ _MICROSECOND = timedelta(microseconds=1)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Event(msgspec.Struct, gc=False):  # gc=False: an event is in no reference cycle, and a batch creates many events
+# gc=False: an event is in no reference cycle, and a batch creates many events
+class Event(msgspec.Struct, metaclass=CheckedStruct, gc=False):
     """An event to publish, or a delivered event.
 
     `timestamp_us` is microseconds since 1970 UTC; the default is the time of publishing. An empty `id` counts as no id.
@@ -66,6 +67,10 @@ class Event(msgspec.Struct, gc=False):  # gc=False: an event is in no reference 
         # The time tells apart events of providers that were made anew, and began at position 0 again.
         text = f"{self.stream}@{self.token}@{self.timestamp_us}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+_new_event = cast(Callable[..., Event], msgspec.StructMeta.__call__.__get__(Event))
+"""`Event`, without the check of the names, which costs more than all the rest."""
 
 
 class EventBatch:
@@ -165,13 +170,13 @@ class EventBatch:
         if self.count == 1 and not start and (one := layout.read_one(self.encoded, self.stream.prefix)):
             timestamp, at = one
             token = SequenceToken(self.offset, 0)
-            return iter((Event(self.encoded[at:], NO_HEADERS, None, timestamp, None, None, self.stream, token),))
+            return iter((_new_event(self.encoded[at:], NO_HEADERS, None, timestamp, None, None, self.stream, token),))
         columns = self._read()
         ids, headers = self._rare_columns(columns, start)
         timestamps = self.timestamps_us()[start:]
         nothing, tokens = repeat(None), _tokens(self.offset, range(start, self.count))
         payloads = layout.iter_slices(columns, start)
-        return map(Event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens)
+        return map(_new_event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens)
 
     def _rare_columns(
         self, columns: BatchColumns, start: int
@@ -295,7 +300,7 @@ def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes
         sizes, payload = _joined(stream, cast(Sequence[bytes], items))
     except TypeError:  # some are not bytes; checking each one first would cost more than all other work
         events = [item if isinstance(item, Event) else Event(item) for item in items]
-        sizes, payload = _joined(stream, [_payload(event.payload) for event in events])
+        sizes, payload = _joined(stream, [check_payload(event.payload) for event in events])
         return layout.write(stream.prefix, sizes, _timestamps(events, now), _encode_rare(events), payload)
     return layout.write(stream.prefix, sizes, (now,), b"", payload)
 
@@ -311,7 +316,8 @@ def _joined(stream: StreamId, payloads: Sequence[bytes]) -> tuple[list[int], byt
     return sizes, payload
 
 
-def _payload(payload: Any) -> bytes:
+def check_payload(payload: Any) -> bytes:
+    """Return a payload as bytes. Raises InvalidArgument for another type."""
     if type(payload) is bytes:
         return payload
     if isinstance(payload, bytes | bytearray | memoryview):
@@ -353,6 +359,7 @@ def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> byte
     check_ids(ids)
     for each in headers:
         if each:
+            check_instance("headers", each, Mapping, "{'source': 'web'}")
             check_headers(each)
     return columns
 

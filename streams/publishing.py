@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from .arguments import check_call, check_instance, check_text
 from .errors import InvalidArgument, NotSupported
-from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch
+from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch, check_payload
 from .identity import SequenceToken, StreamId
 
 MAX_BATCH_BYTES = 3 << 20
@@ -198,9 +198,13 @@ def parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
     size = 0
     for event in events:
         payload = event.payload if isinstance(event, Event) else event
-        if part and (size + len(payload) > BATCH_TARGET_BYTES or len(part) == MAX_BATCH_EVENTS):
+        try:
+            length = len(payload)
+        except TypeError:
+            length = len(check_payload(payload))  # raises
+        if part and (size + length > BATCH_TARGET_BYTES or len(part) == MAX_BATCH_EVENTS):
             yield part
             part, size = [], 0
         part.append(event)
-        size += len(payload)
+        size += length
     yield part

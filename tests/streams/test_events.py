@@ -413,3 +413,24 @@ def test_a_schedule_of_a_call_is_for_events_that_have_none():
 def test_a_schedule_that_is_none_is_refused(event: Event):
     with pytest.raises(InvalidArgument, match=r"a delay is|a priority is"):
         publishing.encoded(StreamId("n", "k"), [event])
+
+
+@pytest.mark.parametrize("wrong", [5, None, 5.0, Event(None)])  # pyright: ignore[reportArgumentType]
+def test_a_wrong_type_among_several_events_is_refused(wrong: Any):
+    for events in ([b"a", wrong], [wrong, b"a"]):
+        with pytest.raises(InvalidArgument, match=r"publish bytes or Event, not (int|NoneType|float): encode it first"):
+            publishing.encoded(STREAM, events)
+
+
+def test_headers_that_are_no_mapping_are_refused():
+    pairs: Any = [("a", "b")]
+    with pytest.raises(InvalidArgument, match=r"headers is \[\('a', 'b'\)\]: expected a Mapping, such as"):
+        publishing.encoded(STREAM, [Event(b"x", headers=pairs)])
+
+
+def test_a_wrong_name_of_an_event_is_refused_with_the_known_ones():
+    make: Any = Event
+    with pytest.raises(InvalidArgument, match=r"unknown option 'timestamp': .*; did you mean 'timestamp_us'\?"):
+        make(b"x", timestamp=5)
+    with pytest.raises(InvalidArgument, match="Event: 'payload' is missing"):
+        make()
