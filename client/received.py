@@ -48,6 +48,8 @@ class BatchHolder(Protocol):
 
     def effect_scope(self) -> EffectScope: ...
 
+    def is_next(self, batch: ReceivedBatch) -> bool: ...
+
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
     def acknowledge_some(self, batch: ReceivedBatch, first: int, last: int) -> None: ...
@@ -164,20 +166,30 @@ class ReceivedBatch(EventBatch):
         position of the stream are committed, and the batch is acknowledged. After an error they are rolled back, and
         the batch is rejected with the error, which is raised.
 
+        While the consumer holds earlier events of the stream, this waits for up to 30 s until they are acknowledged or
+        rejected. If the block is cancelled, the batch is rejected, too, and the rejection does not count as an attempt.
+
         Apply `tx.events`, not the events of the batch: they are those whose effects are not committed yet. `database`
         is an `Effects`, or an AsyncEngine or AsyncConnection of SQLAlchemy. See docs/effects.md.
 
         Raises NotSupported for batches of `pull`, for mode BROADCAST, and for silos of earlier versions. When entered,
-        raises NotFound if the database has no tables for effects, InvalidArgument if it commits each statement,
+        raises NotFound if the database has no tables for effects, InvalidArgument if it commits each statement, or if
+        earlier events of the stream stay open,
         Unavailable if it cannot be reached, or if the transaction collides with another one.
         """
         from ..effects.batches import batch_effects  # noqa: PLC0415 (SQLAlchemy is imported only if it is used)
 
-        scope, marks = self.holder.effect_scope(), self.marks
-        events = self.events() if self.state == TAKEN else []
-        return batch_effects(
-            database, self, [e for place, e in enumerate(events) if marks is None or not marks[place]], scope
-        )
+        return batch_effects(database, self, self.holder.effect_scope())
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the consumer holds no earlier events of the stream that are neither acknowledged nor rejected."""
+        return self.state != TAKEN or self.redriven or self.holder.is_next(self)
+
+    def open_events(self) -> Sequence[Event]:
+        """The events that are neither acknowledged nor rejected nor taken back."""
+        events, marks = self.events() if self.state == TAKEN else [], self.marks
+        return [event for place, event in enumerate(events) if marks is None or not marks[place]]
 
     @property
     def indexes(self) -> Sequence[int]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from ..streams.errors import Closed, Unavailable
+from ..streams.errors import Closed, InvalidArgument, Unavailable
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import is_outage
 from .effects import Effects, EffectsInScope
 from .transaction import Transaction
+
+EARLIER_S = 30.0
+"""How long a batch waits for the earlier ones of its stream that the consumer holds, in seconds."""
+CHECK_S = 0.01
 
 
 class BatchToApply(Protocol):
@@ -23,6 +28,11 @@ class BatchToApply(Protocol):
     @property
     def redriven(self) -> bool: ...
 
+    @property
+    def is_next(self) -> bool: ...
+
+    def open_events(self) -> Sequence[Event]: ...
+
     def ack(self) -> Awaitable[None]: ...
 
     def nack(self, reason: str = "", *, unavailable: bool = False) -> Awaitable[None]: ...
@@ -30,10 +40,11 @@ class BatchToApply(Protocol):
 
 @asynccontextmanager
 async def batch_effects(
-    effects: Effects | AsyncEngine | AsyncConnection, batch: BatchToApply, events: Sequence[Event], scope: EffectScope
+    effects: Effects | AsyncEngine | AsyncConnection, batch: BatchToApply, scope: EffectScope
 ) -> AsyncGenerator[Transaction]:
-    """Open the transaction of these events of a batch. See `ReceivedBatch.effects`."""
+    """Open the transaction of the open events of a batch. See `ReceivedBatch.effects`."""
     try:
+        await _until_next(batch)
         chosen = effects if isinstance(effects, Effects) else Effects.sharing(effects)
         scoped = chosen.scoped(None, scope, EffectCounts(), batch=True)
         await chosen.check_once()
@@ -41,6 +52,7 @@ async def batch_effects(
         with suppress(Closed):
             await batch.nack(described(error), unavailable=True)  # the events are not to blame
         raise
+    events = batch.open_events()
     try:
         async with AsyncExitStack() as stack:
             yield await _open(stack, scoped, batch, events)
@@ -48,7 +60,26 @@ async def batch_effects(
         with suppress(Closed):
             await _reject(scoped, batch, events, error)
         raise
+    except BaseException as error:  # cancelled, for example by a time limit
+        with suppress(Closed):
+            # Else the next batch of the stream would pass these events. Rejecting needs no await.
+            _ = batch.nack(described(error), unavailable=True)
+        raise
     await batch.ack()
+
+
+async def _until_next(batch: BatchToApply) -> None:
+    """Wait until the earlier events of the stream are acknowledged or rejected: the position that is committed with a
+    batch passes them. Raises InvalidArgument after `EARLIER_S`."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + EARLIER_S
+    while not batch.is_next:
+        if loop.time() > ends_at:
+            raise InvalidArgument(
+                f"earlier events of the stream of {batch!r} are neither acknowledged nor rejected for {EARLIER_S:g} s: "
+                "apply the batches of a stream one after the other"
+            )
+        await asyncio.sleep(CHECK_S)
 
 
 async def _open(

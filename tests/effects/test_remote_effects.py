@@ -24,6 +24,7 @@ from headrace import (
     StreamState,
     Transaction,
 )
+from headrace.effects import batches
 from headrace.silo.host import Silo
 from headrace.streams.subscriptions import DeadLetter, Selector, Start, SubscriptionDefinition
 from tests.client.consumers import PATIENCE_S, until
@@ -100,7 +101,7 @@ class _Deaf:
     """Loses the acknowledgement."""
 
     def __init__(self, holder: Any) -> None:
-        self.account, self.effect_scope = holder.account, holder.effect_scope
+        self.account, self.effect_scope, self.is_next = holder.account, holder.effect_scope, holder.is_next
 
     def acknowledge(self, batch: Any) -> None:
         pass
@@ -126,6 +127,72 @@ async def _apply_and_fail(batch: ReceivedBatch, effects: Effects, *, events: int
         for event in tx.events:
             await write_down(event, tx)
         _ = 1 / 0
+
+
+async def test_a_batch_whose_time_is_over_is_rejected_so_that_the_next_one_does_not_pass_it(
+    async_database: UserDatabase, client: Client
+):
+    effects = Effects(async_database.engine)
+    for number in range(6):
+        await client.stream("orders", "42").publish(b"%d" % number)
+    slow = [True]
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=QUICK) as consumer:
+        while len(async_database.log()) < 6:
+            batch = await asyncio.wait_for(anext(consumer), PATIENCE_S)
+            try:
+                async with (
+                    asyncio.timeout(0.2 if slow and batch.offset == 2 else PATIENCE_S),
+                    batch.effects(effects) as tx,
+                ):
+                    await write_all_down(batch, tx)
+                    if slow and batch.offset == 2:
+                        await asyncio.sleep(PATIENCE_S)
+            except TimeoutError:
+                slow.clear()
+    assert async_database.log() == ["0", "1", "2", "3", "4", "5"]
+
+
+async def test_tasks_that_share_a_consumer_apply_the_batches_of_a_stream_in_order(
+    async_database: UserDatabase, client: Client
+):
+    effects = Effects(async_database.engine)
+    for number in range(30):
+        await client.stream("orders", "42").publish(b"%d" % number)
+
+    async with client.subscribe("billing", ORDERS, start="earliest") as consumer:
+
+        async def take(pause_s: float) -> None:
+            async for batch in consumer:
+                await asyncio.sleep(pause_s)
+                async with batch.effects(effects) as tx:
+                    await write_all_down(batch, tx)
+
+        tasks = [asyncio.create_task(take(pause_s)) for pause_s in (0.0, 0.001, 0.01, 0.03)]
+        await asyncio.wait_for(consumer.caught_up(), PATIENCE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert async_database.log() == [str(number) for number in range(30)]
+
+
+async def test_a_batch_is_refused_while_an_earlier_one_of_its_stream_is_set_aside(
+    async_database: UserDatabase, client: Client, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batches, "EARLIER_S", 0.1)
+    effects = Effects(async_database.engine)
+    for text_ in (b"a", b"b"):
+        await client.stream("orders", "42").publish(text_)
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=QUICK) as consumer:
+        aside, later = await anext(consumer), await anext(consumer)
+        with pytest.raises(InvalidArgument, match="apply the batches of a stream one after the other"):
+            async with later.effects(effects):
+                raise AssertionError
+        async with aside.effects(effects) as tx:
+            await write_all_down(aside, tx)
+        again = await asyncio.wait_for(anext(consumer), PATIENCE_S)
+        async with again.effects(effects) as tx:
+            await write_all_down(again, tx)
+    assert async_database.log() == ["a", "b"]
 
 
 async def test_a_batch_whose_failure_cannot_be_noted_is_delivered_again(async_database: UserDatabase, client: Client):
