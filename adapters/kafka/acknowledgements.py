@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
@@ -38,6 +39,7 @@ class KafkaAcknowledgements:
         self._known: dict[int, int] = {}
         """The committed offsets that were read so far."""
         self._unsaved: set[int] = set()
+        self._closing = asyncio.Event()
         self._background = BackgroundTasks()
 
     def note(self, queue: int, offset: int) -> None:
@@ -79,8 +81,10 @@ class KafkaAcknowledgements:
             consumer.close()
 
     async def _commit_later(self) -> None:
-        while self._unsaved:
-            await asyncio.sleep(self._limits.commit_s)
+        while self._unsaved and not self._closing.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.commit_s):
+                    await self._closing.wait()
             await self._commit()
 
     async def _commit(self) -> None:
@@ -98,7 +102,9 @@ class KafkaAcknowledgements:
             self._unsaved |= queues
 
     async def aclose(self) -> None:
-        await self._background.aclose()
+        """Commit what was noted. A commit that has begun is not interrupted: it could end after a later one."""
+        self._closing.set()
+        await self._background.join()
         await self._commit()
 
 

@@ -51,7 +51,11 @@ class ReadEpochs:
         return max((each.epoch for each in self._ranges.values() if each.low < position <= each.high), default=None)
 
     def take_unsaved(self) -> Sequence[EpochRange]:
-        """Return the ranges that must be stored. They count as stored from now on."""
+        """Return the ranges that must be stored. They count as stored, unless they are put back."""
         found = [self._ranges[epoch] for epoch in sorted(self._unsaved)]
         self._unsaved.clear()
         return found
+
+    def put_back(self, taken: Iterable[EpochRange]) -> None:
+        """Ranges that were taken could not be stored: they are taken again, with what was read since."""
+        self._unsaved.update(each.epoch for each in taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from .client import KafkaClients, KafkaRecord, PartitionConsumer
 from .epochs import EpochRange
 from .formats import RecordFormat
 from .ledger import CallPart, call_part
+
+log = logging.getLogger("headrace.adapters.kafka")
 
 POLL_S = 0.2
 GROUP_RECORDS = 2000
@@ -39,7 +42,7 @@ class FetchedGroup(NamedTuple):
     nbytes: int
     paused: bool
     """Whether the partition was silent before."""
-    error: KafkaError | None = None
+    error: KafkaError | Exception | None = None
     """The error that ended the fetching."""
     epochs: Sequence[EpochRange] = ()
     """The leader epochs of the records."""
@@ -97,17 +100,21 @@ class PartitionFetcher:
     # ---- in the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        consumer = self._clients.consumer()
         try:
-            consumer.assign([self._place])
-            self._fetch(consumer)
+            consumer = self._clients.consumer()
+            try:
+                consumer.assign([self._place])
+                self._fetch(consumer)
+            finally:
+                consumer.close()
         except KafkaException as error:
             self._hand_over(FetchedGroup((), self._place.offset, 0, False, error.args[0]))
-        finally:
-            consumer.close()
+        except Exception as error:
+            log.exception("fetching partition %d failed with an unexpected error", self._place.partition)
+            self._hand_over(FetchedGroup((), self._place.offset, 0, False, error))
 
     def _fetch(self, consumer: PartitionConsumer) -> None:
-        end, last = self._place.offset, time.monotonic()
+        end, last, accepted = self._place.offset, time.monotonic(), False
         while not self._stopped:
             if self._handed - self._taken > self._waiting_bytes:
                 self._resume.wait(POLL_S)
@@ -120,7 +127,8 @@ class PartitionFetcher:
             now = time.monotonic()
             group = self._decoded((first, *consumer.consume(GROUP_RECORDS, 0)), end, now - last > self._pause_s)
             last = now
-            if group.end > end or group.error is not None:
+            if group.end > end or group.error is not None or not accepted:
+                accepted = True  # the brokers have answered: the receiver hears of it also at the end of the partition
                 end = group.end
                 self._handed += group.nbytes
                 self._hand_over(group)

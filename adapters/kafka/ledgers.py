@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ...streams.background import BackgroundTasks
-from ...streams.errors import StorageError
+from ...streams.errors import HeadraceError, StorageError
 from ...streams.publishing import ProducerSequence
 from ..receiving import Bounds
 from .client import KafkaClients, KafkaRecord
@@ -221,17 +221,25 @@ class KafkaLedgers:
             await self._store_epochs()
 
     async def _store_epochs(self) -> None:
-        """Store the epochs that were read. After a failure, a later write stores more."""
+        """Store the epochs that were read. After a failure, the next call stores them."""
+        taken = [epochs.take_unsaved() for epochs in self._epochs]
         rows = [
             OutgoingRecord(0, _EPOCH + b"%d/%d" % (queue, each.epoch), b"%d %d" % (each.low, each.high))
-            for queue, epochs in enumerate(self._epochs)
-            for each in epochs.take_unsaved()
+            for queue, ranges in enumerate(taken)
+            for each in ranges
         ]
-        if rows:
-            try:
-                await self._rows().send(rows)
-            except StorageError as error:
-                log.info("the leader epochs of topic %r were not stored: %s", self._topic, error)
+        if not rows:
+            return
+        stored = False
+        try:
+            await self._rows().send(rows)
+            stored = True
+        except HeadraceError as error:
+            log.info("the leader epochs of topic %r were not stored, trying again: %s", self._topic, error)
+        finally:
+            if not stored:
+                for epochs, ranges in zip(self._epochs, taken, strict=True):
+                    epochs.put_back(ranges)
 
     # ---- producers -------------------------------------------------------------------------------------------------
 

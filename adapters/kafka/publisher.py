@@ -141,7 +141,7 @@ class RecordPublisher:
                 self._hand_over(record, done)
         except KafkaException as error:
             self._noted(call, index, error.args[0])
-        except BufferError:  # cannot happen: `send` allows fewer pending records than the client
+        except BufferError:  # a call of more than the client holds: `send` accepts any call if nothing is pending
             self._noted(call, index, KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001 (its name)
 
     def _hand_over(self, record: OutgoingRecord, done: Callable[..., None]) -> None:
@@ -202,5 +202,5 @@ class RecordPublisher:
         for call in list(self._pending):
             if not call.answer.done():
                 call.answer.set_exception(Closed("the kafka adapter was closed before these events were confirmed"))
-            call.answer.exception()
+                call.answer.exception()  # nothing may await it any more
         self._pending.clear()

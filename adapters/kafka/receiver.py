@@ -49,7 +49,7 @@ class ReceiverQueue(NamedTuple):
     """Raises StorageError if the topic is not the one that was opened."""
     fault: Callable[[], HeadraceError | None]
     """Returns the reason why the topic cannot be used at present."""
-    failure: Callable[[str, KafkaError], HeadraceError]
+    failure: Callable[[str, KafkaError | Exception], HeadraceError]
     acknowledge: Callable[[int], None]
 
 
@@ -68,9 +68,9 @@ class KafkaReceiver(QueueReceiver):
             self._steps.append(_Step(first, gap=Gap(position, first, RETENTION)))
         self._unchecked = False
         """Whether the topic must be checked before more is delivered."""
-        self._error: KafkaError | None = None
+        self._error: KafkaError | Exception | None = None
         self._refused_at: int | None = None
-        """The position that the client refused last, although the partition has it."""
+        """The position that the client refused last, although the partition has it. None: it was accepted since."""
         self._changed = asyncio.Event()
         self._closed = False
         self._fetcher: PartitionFetcher | None = None
@@ -141,13 +141,15 @@ class KafkaReceiver(QueueReceiver):
         if self._fetcher is not None:
             self._fetcher.taken(group.nbytes - waiting)
         self._error = group.error
+        if group.error is None:
+            self._refused_at = None
         self._changed.set()
 
-    async def _after(self, error: KafkaError) -> Received | None:
+    async def _after(self, error: KafkaError | Exception) -> Received | None:
         """Go on after the fetcher has ended with an error: return a gap, or fetch again. Raises StorageError."""
         await self._end_fetcher()
         failure = self._queue.failure(f"queue {self._queue.number} cannot be read from offset {self._position}", error)
-        if error.code() not in _LOST:
+        if not isinstance(error, KafkaError) or error.code() not in _LOST:
             self._error = None
             raise failure
         await self._queue.check()

@@ -30,6 +30,15 @@ def test_epoch_of_a_position_is_that_of_the_record_before_it() -> None:
     assert epochs.take_unsaved() == []
 
 
+def test_epochs_that_could_not_be_stored_are_stored_later() -> None:
+    """Also if nothing more is read in them."""
+    epochs = noted((1, 0, 5), (4, 10, 12))
+    taken = epochs.take_unsaved()
+    epochs.note([EpochRange(4, 12, 20)])
+    epochs.put_back(taken)
+    assert epochs.take_unsaved() == [EpochRange(1, 0, 5), EpochRange(4, 10, 20)]
+
+
 def test_position_in_a_range_that_was_not_read_has_no_epoch() -> None:
     """Else a leader that nobody has read from would look like a lost end."""
     epochs = noted((1, 0, 5), (1, 20, 30))

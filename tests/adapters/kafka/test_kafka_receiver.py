@@ -1,0 +1,154 @@
+"""Fetchers, receivers, commits and publishers of Kafka: errors, and closing at a bad moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+from confluent_kafka import KafkaError, TopicPartition
+
+from benchmarks.kafka_servers import KafkaServer
+from headrace.adapters import Bounds
+from headrace.adapters.kafka.acknowledgements import KafkaAcknowledgements
+from headrace.adapters.kafka.client import KafkaClients, KafkaRecord
+from headrace.adapters.kafka.fetching import FetchedGroup, FetchedRecord, PartitionFetcher
+from headrace.adapters.kafka.formats import PackedFormat, RecordFormat
+from headrace.adapters.kafka.options import KafkaOptions
+from headrace.adapters.kafka.publisher import OutgoingRecord, RecordPublisher
+from headrace.adapters.kafka.receiver import KafkaReceiver, ReceiverQueue
+from headrace.adapters.kafka.secrets import ClientSettings
+from headrace.streams.errors import StorageError
+from tests.adapters.kafka.opening import ANY, QUICK, batch, new_topic, opened, texts
+
+Deliver = Callable[[FetchedGroup], None]
+REFUSED = FetchedGroup((), 5, 0, False, KafkaError(KafkaError._LOG_TRUNCATION))
+ACCEPTED = FetchedGroup((), 5, 0, False)
+RECORD = FetchedGroup([FetchedRecord(5, batch("five"), None, 0)], 6, 1, False)
+
+
+@pytest.fixture
+def address(kafka_server: KafkaServer) -> str:
+    return kafka_server.address
+
+
+def clients_of(address: str) -> KafkaClients:
+    return KafkaClients(KafkaOptions(bootstrap=address), ClientSettings({}))
+
+
+async def nothing() -> None: ...
+
+
+async def bounds() -> Bounds:
+    return Bounds(0, 100)
+
+
+def receiver_over(fetch: Callable[[int, Deliver], PartitionFetcher], clients: KafkaClients) -> KafkaReceiver:
+    """Return a receiver at offset 5 of a queue that has offsets 0 to 99."""
+
+    def note(group: FetchedGroup) -> Sequence[bool]:
+        return [True] * len(group.records)
+
+    def ignore(_: object) -> None: ...
+
+    queue = ReceiverQueue(0, fetch, note, bounds, nothing, lambda: None, clients.failure, ignore)
+    return KafkaReceiver(queue, 5, 0, ignore)
+
+
+class AnsweringFetcher:
+    """Delivers groups as if a broker had answered with them."""
+
+    def __init__(self, groups: Sequence[FetchedGroup], deliver: Deliver) -> None:
+        for group in groups:
+            asyncio.get_running_loop().call_soon(deliver, group)
+
+    def taken(self, nbytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def stopped(self) -> None: ...
+
+
+def answering(*answers: Sequence[FetchedGroup]) -> KafkaReceiver:
+    """Return a receiver whose fetchers get these answers, one fetcher after the other."""
+    left = iter(answers)
+
+    def fetch(position: int, deliver: Deliver) -> PartitionFetcher:
+        assert position == 5
+        return cast(PartitionFetcher, AnsweringFetcher(next(left), deliver))
+
+    return receiver_over(fetch, clients_of("127.0.0.1:1"))
+
+
+async def test_refusals_of_a_position_that_was_accepted_between_them_are_no_lost_end() -> None:
+    """An idle partition may refuse its end while a leader changes, and again days later."""
+    receiver = answering([REFUSED], [ACCEPTED, REFUSED], [RECORD])
+    assert texts((await receiver.receive(ANY, ANY)).batches) == ["five"]
+    refused_twice = answering([REFUSED], [REFUSED])
+    with pytest.raises(StorageError, match="has lost offsets below 5"):
+        await refused_twice.receive(ANY, ANY)
+
+
+class BrokenFormat(PackedFormat):
+    def batch(self, record: KafkaRecord) -> str:
+        raise LookupError(f"a mistake at offset {record.offset()}")
+
+
+def fetcher(address: str, topic: str, position: int, record_format: RecordFormat, deliver: Deliver) -> PartitionFetcher:
+    place = TopicPartition(topic, 0, position)
+    return PartitionFetcher(
+        clients_of(address), place, record_format, deliver, call_place=b"", waiting_bytes=1 << 20, pause_s=60
+    )
+
+
+async def test_an_unexpected_error_while_a_partition_is_read_is_raised(address: str) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        await asyncio.gather(*(adapter.enqueue([(0, batch(str(number)))]) for number in range(6)))
+    receiver = receiver_over(
+        lambda position, deliver: fetcher(address, topic, position, BrokenFormat(0), deliver), clients_of(address)
+    )
+    for _ in range(2):
+        with pytest.raises(StorageError, match="from offset 5: a mistake at offset 5"):
+            await asyncio.wait_for(receiver.receive(ANY, ANY), 20)
+    await receiver.aclose()
+
+
+async def test_a_position_at_the_end_of_a_partition_is_answered(address: str) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        await adapter.enqueue([(0, batch("only"))])
+    arrived: asyncio.Queue[FetchedGroup] = asyncio.Queue()
+    reading = fetcher(address, topic, 1, PackedFormat(0), arrived.put_nowait)
+    group = await asyncio.wait_for(arrived.get(), 20)
+    assert (group.end, group.records, group.error) == (1, [], None)
+    reading.stop()
+    await reading.stopped()
+
+
+async def test_closing_while_offsets_are_committed_commits_them(address: str) -> None:
+    topic, clients = new_topic(), clients_of(address)
+    async with opened(address, topic) as adapter:
+        await asyncio.gather(*(adapter.enqueue([(0, batch(str(number)))]) for number in range(6)))
+    group = f"headrace.{topic}"
+    committing = KafkaAcknowledgements(group, topic, clients, QUICK._replace(commit_s=0.001))
+    committing.note(0, 5)
+    await asyncio.sleep(0.01)  # the commit has begun
+    await committing.aclose()
+    assert await KafkaAcknowledgements(group, topic, clients, QUICK).of(0) == 5
+
+
+async def test_closing_a_publisher_with_a_cancelled_call_does_not_cancel_the_caller(kafka_server: KafkaServer) -> None:
+    topic = new_topic()
+    async with opened(kafka_server.address, topic) as adapter:
+        await adapter.enqueue([(0, batch("before"))])
+    clients = clients_of(kafka_server.address)
+    publisher = RecordPublisher(topic, clients, QUICK)
+    await publisher.send([OutgoingRecord(0, None, batch("sent").encoded)])
+    with kafka_server.frozen():
+        answer = publisher.send([OutgoingRecord(0, None, batch("cancelled").encoded)])
+        await asyncio.sleep(0.1)
+        answer.cancel()
+        clients.options = KafkaOptions(bootstrap=kafka_server.address, publish_timeout_s=0.1)  # how long it waits now
+        await publisher.aclose()
