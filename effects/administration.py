@@ -20,9 +20,9 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ..streams.errors import InvalidArgument, NotFound, StorageError
+from ..streams.errors import InvalidArgument, NotFound, NotSupported, StorageError
 from ..streams.identity import SequenceToken, StreamId
 from .clock import now_us
 from .given_up import count_again
@@ -93,7 +93,11 @@ def engine_of(url: str) -> Engine:
         # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
         psycopg = parsed.drivername == "postgresql+psycopg"
         return create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
-    except (ArgumentError, ModuleNotFoundError) as error:  # the message does not show the URL: it may have a password
+    except ModuleNotFoundError as missing:
+        extra = ": pip install 'headrace[postgres]'" if missing.name == "psycopg" else ""
+        package = missing.name or str(missing)
+        raise NotSupported(f"the database needs the package {package!r}, which is not installed{extra}") from None
+    except (ArgumentError, NoSuchModuleError) as error:  # without the URL: it may have a password
         raise InvalidArgument(
             f"the URL of the database is wrong ({type(error).__name__}): write "
             "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"

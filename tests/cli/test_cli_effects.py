@@ -1,12 +1,13 @@
 """`headrace effects` and `headrace state`."""
 
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import psycopg
 
-from tests.cli.commandline import Headrace
+from tests.cli.commandline import Headrace, Start, ended
 
 ROW = "INSERT INTO headrace_position VALUES ('here', 'billing', 'orders/42', 1, 0, 7, 0, 0, 1, 1, {}, 1, NULL)"
 
@@ -94,3 +95,12 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
     assert pruned == {"deleted": 1, "ended_states": 0}
     with closing(sqlite3.connect(tmp_path / "user.db")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM headrace_unapplied").fetchone() == (1,)  # changed just now
+
+
+def test_a_missing_driver_is_named_with_its_extra(start: Start):
+    hidden = "import sys; sys.modules['psycopg'] = None; from headrace.cli.main import main; sys.exit(main())"
+    for url in ("postgresql://127.0.0.1:1/x", "postgresql+psycopg://127.0.0.1:1/x"):
+        for command in ("migrate", "list"):
+            refused = ended(start("effects", command, url, program=[sys.executable, "-c", hidden]))
+            why = "the database needs the package 'psycopg', which is not installed: pip install 'headrace[postgres]'"
+            assert refused.refused(2) == why
