@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..streams.transactions import EffectCounts
+
 
 @dataclass(slots=True)
-class DeliveryCounts:
+class DeliveryCounts(EffectCounts):
     """Counts of the events of one subscription in one queue, by their outcome."""
 
     delivered_events: int = 0

@@ -9,7 +9,7 @@ from ..streams.events import Event
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..streams.transactions import EffectCounts, EffectScope, HandlerEffects, ScopedEffects
+from ..streams.transactions import EffectScope, HandlerEffects, ScopedEffects
 from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
 from .served import HandlerService
@@ -30,7 +30,6 @@ class EffectsService(HandlerService):
         batch: bool,
     ) -> None:
         super().__init__(Handler(None, None, None, None), predicate, concurrency)
-        self.counts = EffectCounts()
         self._user_handler = handler
         self._effects = effects
         self._origin = origin
@@ -41,7 +40,7 @@ class EffectsService(HandlerService):
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
         scope = EffectScope(self._origin, definition.name, queue, options["generation"], self._provider)
-        scoped = self._effects.scoped(self._user_handler, scope, self.counts, batch=self._batch)
+        scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         return HandlerDelivery(
             definition, queue, checkpoint, Handler(on_event, on_batch, None, None, scoped.redrive),

@@ -14,7 +14,6 @@ from ..agents import (
     BucketStatistics,
     DeliveryCounts,
     DeliveryStatistics,
-    EffectsService,
     Group,
     MemberStatistics,
     PullingManager,
@@ -209,12 +208,10 @@ def _subscription(
     total = {field: sum(getattr(one, field) for one in counts) for field in _COUNTED}
     total |= {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
     members = served.service.statistics() if served is not None and isinstance(served.service, Group) else None
-    applied = served.service.counts.already_applied if served and isinstance(served.service, EffectsService) else 0
     held = served.gate.held if served is not None else None
     state, reason = _state(total, parts, members) if held is None else _held(held)
     return SubscriptionView(
-        name=name, already_applied=applied, consumers=len(members or ()), held=held is not None, state=state,
-        reason=reason, **total,
+        name=name, consumers=len(members or ()), held=held is not None, state=state, reason=reason, **total,
     )  # fmt: skip
 
 

@@ -49,9 +49,9 @@ class EffectScope(NamedTuple):
     """Name of the provider."""
 
 
-@dataclass
+@dataclass(slots=True)
 class EffectCounts:
-    """Counts of one subscription in this process."""
+    """Counts of effects. The delivery of a queue keeps them in its `DeliveryCounts`."""
 
     already_applied: int = 0
     """Events whose effects had been committed before: their handler was not called."""
