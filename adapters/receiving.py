@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from ..streams.events import EventBatch
 
+RETENTION = "removed by retention"
+"""The reason of a gap whose batches were deleted because of the provider's retention."""
+
 
 class Gap(NamedTuple):
     """Offsets `low` (inclusive) to `high` (exclusive) of a queue cannot be read, because of `reason`."""

@@ -1,6 +1,7 @@
 """The ledger of idempotent producers. It decides if a call is new, was stored before, or would leave a hole. Pure.
 
-The adapters `memory`, `log` and `redis` and the delays decide by it, each with the last calls that its own storage has.
+The adapters `memory`, `log`, `redis`, `postgres` and `kafka` and the delays decide by it, each with the last calls that
+its own storage has.
 A script in Redis refuses old numbers again, because other processes store at the same time.
 """
 

@@ -14,12 +14,11 @@ from confluent_kafka import KafkaError
 from ...streams.errors import Closed, HeadraceError, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
-from ..receiving import Bounds, Gap, QueueReceiver, Received
+from ..receiving import RETENTION, Bounds, Gap, QueueReceiver, Received
 from .fetching import FetchedGroup, PartitionFetcher
 
 log = logging.getLogger("headrace.adapters.kafka")
 
-RETENTION = "removed by retention"
 _LOST = (
     KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 (its name)
     KafkaError._LOG_TRUNCATION,  # noqa: SLF001 (its name)

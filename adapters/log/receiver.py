@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from ...streams.errors import Closed
 from ...streams.events import EventBatch
-from ..receiving import Accept, Gap, QueueReceiver, Received
+from ..receiving import RETENTION, Accept, Gap, QueueReceiver, Received
 from .blocks import (
     Block,
     BlockPlace,
@@ -23,7 +23,6 @@ from .group import StoredBatches
 from .limits import LOG_LIMITS, LogLimits
 from .transactions import LogSnapshot
 
-RETENTION = "removed by retention"
 FRESH_BATCHES = 256
 """Up to this number of batches at the end of a queue are read on the event loop: see `LogLimits.fresh_bytes`."""
 

@@ -14,14 +14,13 @@ from psycopg.rows import TupleRow
 from ...streams.errors import CorruptRecord, StorageError
 from ...streams.events import EventBatch
 from ..log.blocks import Block, BlockPlace, DamagedBlockError, ReadBudget, StreamTable, events_from
-from ..receiving import Bounds, Gap
+from ..receiving import RETENTION, Bounds, Gap
 from ..seam import Backlog, QueueStatistics
 from .group import CHUNK_BYTES
 from .limits import PostgresLimits
 from .queries import QueryConnections, rows
 from .schema import ProviderRow, segment_table
 
-RETENTION = "removed by retention"
 _EVERYTHING = ReadBudget(1 << 60, 1 << 60)
 _QUEUE = """
     SELECT queue, next, acknowledged, events, bytes FROM headrace_queue WHERE provider = %s AND queue = %s

@@ -80,6 +80,7 @@ class PostgresReceiver(QueueReceiver):
 
     def _begin_fetch(self) -> asyncio.Task[Fetched]:
         if self._fetching is None:
+            self._check_end = False  # not after the fetch: `wake` may set it meanwhile
             name = f"headrace postgres read of queue {self._queue.number}"
             self._fetching = self._tasks.hold(_awaited(self._queue.fetch(self._position)), name)
         return self._fetching
@@ -90,8 +91,12 @@ class PostgresReceiver(QueueReceiver):
         await asyncio.wait({task})
         self._fetching = None
         self._check_open()
-        batches, end, gap = task.result()
-        self._behind = self._check_end = False
+        try:
+            batches, end, gap = task.result()
+        except HeadraceError:
+            self._check_end = True  # until a fetch succeeds
+            raise
+        self._behind = False
         if gap is not None:
             self._position = end
             return Received((), end, gap)
