@@ -1,4 +1,4 @@
-"""Effects of batches that a consumer takes one after the other, perhaps in another process than the silo."""
+"""Applies a batch that a consumer received in a transaction of the user's database."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class EffectsInScope:
     def __init__(
         self,
         database: EffectDatabase,
-        options: StreamState | None,
+        state_options: StreamState | None,
         handler: Callable[[Any, Transaction], Awaitable[None]] | None,
         scope: EffectScope,
         *,
@@ -139,7 +139,7 @@ class EffectsInScope:
         batch: bool,
     ) -> None:
         self._database = database
-        self._options = options
+        self._state_options = state_options
         self._handler = handler
         self._scope = scope
         self._counts = counts
@@ -224,13 +224,13 @@ class EffectsInScope:
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
         async with self._slots, self._database.transaction() as transaction:
-            state = None if self._options is None else HandlerState(self._options, None)
+            state = None if self._state_options is None else HandlerState(self._state_options, None)
             yield Transaction(transaction, self._scope, state, ())
 
     # ---- one transaction -------------------------------------------------------------------------------------------
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
-        if self._options is not None:
+        if self._state_options is not None:
             known = self._known.get(_stream_of(events[0]))
             if known is not None and not self._position(events[0]).after(known, events):
                 self._counts.already_applied += len(events)
@@ -246,7 +246,11 @@ class EffectsInScope:
     def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[Transaction]:
         if redriven:
             return self._redriving(events[0])
-        return self._applying(events) if self._options is None else self._applying_with_state(events, self._options)
+        return (
+            self._applying(events)
+            if self._state_options is None
+            else self._applying_with_state(events, self._state_options)
+        )
 
     @asynccontextmanager
     async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
@@ -308,8 +312,8 @@ class EffectsInScope:
             if step is RedriveStep.REFUSE:
                 raise RedriveRefused(UNKNOWN_EVENT)
             self._counts.already_applied += step is RedriveStep.DONE
-            known = await transaction.call(position.find) if self._options is not None else None
-            state = None if self._options is None else HandlerState(self._options, known)
+            known = await transaction.call(position.find) if self._state_options is not None else None
+            state = None if self._state_options is None else HandlerState(self._state_options, known)
             left = [event] if step is RedriveStep.APPLY else []
             yield Transaction(transaction, self._scope, state, left)
             if left and state is not None and known is not None:

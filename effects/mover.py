@@ -37,8 +37,8 @@ log = logging.getLogger("headrace.effects")
 
 POLL_S = 0.1
 """How often the mover looks for rows while there are none, in seconds."""
-HOLD_US = 5_000_000
-"""How long a process has a lane to itself after each step, in microseconds."""
+LEASE_US = 5_000_000
+"""How long a process has the lease of a lane after each step, in microseconds."""
 RELEASE_ROWS = 1000
 RELEASE_BYTES = 8 << 20
 """Bounds of one release."""
@@ -59,7 +59,7 @@ _WRITE_LANE = text(f"""
     UPDATE headrace_outbox_lane SET number = :number, ids = :ids, holder = :holder, until_us = :until_us WHERE {_LANE}
 """)  # noqa: S608
 _DELETE = text("DELETE FROM headrace_outbox WHERE id IN :ids").bindparams(bindparam("ids", expanding=True))
-_HOLD = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
+_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
 _RELEASED = text("SELECT id, stream, batch FROM headrace_outbox WHERE id IN :ids ORDER BY id").bindparams(
     bindparam("ids", expanding=True)
 )
@@ -101,7 +101,7 @@ class OutboxBacklog(NamedTuple):
     events: int
     age_s: float
     """The age of the oldest batch, in seconds."""
-    held: int
+    refused: int
     """Batches that the queue refused: their streams wait."""
 
 
@@ -158,9 +158,9 @@ class OutboxMover:
                 return await transaction.call(self._backlog)
 
     def _backlog(self, connection: Connection) -> OutboxBacklog:
-        batches, events, oldest, held = connection.execute(_BACKLOG, {"provider": self._target.name}).one()
+        batches, events, oldest, refused = connection.execute(_BACKLOG, {"provider": self._target.name}).one()
         age_s = 0.0 if oldest is None else max(now_us() - oldest, 0) / 1e6
-        return OutboxBacklog(batches, int(events), age_s, held)
+        return OutboxBacklog(batches, int(events), age_s, refused)
 
     def _busy_lanes(self, connection: Connection) -> Sequence[int]:
         require(connection)
@@ -177,7 +177,7 @@ class OutboxMover:
         return moved
 
     async def _publish(self, lane: int, release: OutboxRelease) -> bool:
-        """Publish a release. If the queue refuses it, publish less, or hold a stream, and return False."""
+        """Publish a release. If the queue refuses it, publish less, or mark the batch as refused, and return False."""
         last = LastCall(await self._target.last_sequence(release.producer))
         if release.number <= last.number:
             return True
@@ -186,11 +186,11 @@ class OutboxMover:
         try:
             await self._target.publish_encoded(release.batches, sequence=sequence)
         except (InvalidArgument, NotSupported) as error:
-            await self._refused(lane, release, error)
+            await self._narrow_refused(lane, release, error)
             return False
         return True
 
-    async def _refused(self, lane: int, release: OutboxRelease, error: HeadraceError) -> None:
+    async def _narrow_refused(self, lane: int, release: OutboxRelease, error: HeadraceError) -> None:
         """The queue refuses the whole call, and always will. So this release number may be given to other rows."""
         ids = release.ids[: len(release.ids) // 2]
         if not ids:
@@ -209,7 +209,7 @@ class OutboxMover:
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
-            connection.execute(_HOLD, {"problem": problem, "id": release.ids[0]})
+            connection.execute(_REFUSE, {"problem": problem, "id": release.ids[0]})
         self._write_lane(connection, lane, release.number, ids)
 
     # ---- one transaction -------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class OutboxMover:
 
     async def _step(self, lane: int, published: int | None) -> OutboxRelease | None:
         """Return the lane's release. If the one with the number `published` is published, delete its rows first, and
-        decide the next one. None: there are no rows, or another process moves the lane."""
+        decide the next one. None: there are no rows, or another process has the lease."""
         async with self._database.transaction() as transaction:
             with outages():
                 return await transaction.call(self._decide, lane, published)
@@ -258,6 +258,6 @@ class OutboxMover:
             "number": number,
             "ids": json.dumps(list(ids)),
             "holder": self._holder,
-            "until_us": now_us() + HOLD_US,
+            "until_us": now_us() + LEASE_US,
         }
         connection.execute(_WRITE_LANE, {**self._key(lane), **values})

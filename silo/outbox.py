@@ -44,7 +44,7 @@ class OutboxService:
 
     def statistics(self) -> OutboxView:
         backlog = self._backlog
-        return OutboxView(self.mover.moved_events, backlog.events, backlog.age_s, backlog.held, self.mover.problem)
+        return OutboxView(self.mover.moved_events, backlog.events, backlog.age_s, backlog.refused, self.mover.problem)
 
     async def aclose(self) -> None:
         """Stop. Events that are not moved yet stay in the outbox."""

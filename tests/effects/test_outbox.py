@@ -334,9 +334,9 @@ async def test_a_stream_that_is_refused_holds_up_that_stream_alone(async_databas
     assert {stream for stream, _ in queue.stored} == set(others)
     mover = OutboxMover(database_of(async_database.engine), queue)
     backlog = await mover.backlog()
-    assert (backlog.batches, backlog.held) == (2, 1)
+    assert (backlog.batches, backlog.refused) == (2, 1)
     async_database.execute("UPDATE headrace_outbox SET problem = NULL")
-    async_database.execute("UPDATE headrace_outbox_lane SET until_us = 0")  # the time of the first mover is over
+    async_database.execute("UPDATE headrace_outbox_lane SET until_us = 0")  # the lease of the first mover is over
     queue.refused = None
     await moved(async_database, queue)
     assert queue.payloads() == [b"first", b"second"]
