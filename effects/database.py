@@ -363,7 +363,10 @@ def outages() -> Generator[None]:
 
 
 def unavailable(error: BaseException) -> Unavailable:
-    return Unavailable(f"the database of the effects is not available: {type(error).__name__}: {error}")
+    """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    lines = str(cause).strip().splitlines()
+    return Unavailable(f"the database of the effects is not available: {lines[0] if lines else type(cause).__name__}")
 
 
 def is_outage(error: BaseException) -> bool:

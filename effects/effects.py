@@ -118,6 +118,9 @@ def _check(connection: Connection) -> None:
 class _StaleStateError(Exception):
     """The row of the stream was changed after it was read."""
 
+    def __str__(self) -> str:
+        return "another transaction changed the row of the stream"
+
 
 def _check_current(*, is_current: bool) -> None:
     if not is_current:
