@@ -6,24 +6,20 @@ import asyncio
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from queue import Empty, SimpleQueue
 
 from ...streams.errors import HeadraceError, StorageError, StorageFull
+from ..group_commit import Growth, Outcome, groups
 from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
-from .group import CommitGroup, CommitRequest, Outcome, StoredBatches
+from .group import CommitGroup, CommitRequest
 from .limits import LogLimits
 
 _log = logging.getLogger(__name__)
-
-Growth = Mapping[int, StoredBatches]
-"""The new batches of each queue that a commit has made grow."""
 
 
 class LogCommitter:
@@ -159,13 +155,3 @@ class LogCommitter:
             else:
                 answer.set_result(outcome)
         self._on_answers(grown)
-
-
-def groups(calls: Sequence[CommitRequest], limit: int) -> Iterator[Sequence[CommitRequest]]:
-    """Divide calls into groups. Each ends with the call that makes it reach `limit` bytes."""
-    ends = list(accumulate(call.nbytes for call in calls))
-    start = taken = 0
-    while start < len(calls):
-        stop = bisect_left(ends, taken + limit, start) + 1
-        yield calls[start:stop]
-        start, taken = stop, ends[min(stop, len(ends)) - 1]

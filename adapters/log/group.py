@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...streams.errors import InvalidArgument, SequenceConflict
+from ...streams.errors import InvalidArgument
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import check_sequence
+from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated
 from ..seam import ProducerSequence, Receipt
 from .blocks import BlockEncoder, BlockPlace, split
 from .rows import ProducerRow, TailRow
@@ -18,7 +19,6 @@ from .transactions import LogChanges
 
 MAX_PRODUCER_BYTES = 511
 """Limit of a producer's id, in UTF-8 bytes: LMDB's limit of a key."""
-_MAX_STORED_OFFSETS = 1024
 
 
 class CommitRequest:
@@ -43,26 +43,6 @@ class CommitRequest:
 
 _tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
-Outcome = Sequence[Receipt] | SequenceConflict
-
-
-class StoredBatches(NamedTuple):
-    """Batches of one queue that a commit has stored, at consecutive offsets."""
-
-    first: int
-    batches: Sequence[EventBatch]
-
-    @property
-    def end(self) -> int:
-        """The offset after the last one."""
-        return self.first + len(self.batches)
-
-    def copies(self) -> list[EventBatch]:
-        """Return new batches with their offsets, which share the encoded bytes."""
-        return [
-            EventBatch(each.stream, each.encoded, each.count, at) for at, each in enumerate(self.batches, self.first)
-        ]
-
 
 class CommitGroup:
     """Collects the batches of calls, then writes them: `add` each call, then `write`."""
@@ -82,10 +62,7 @@ class CommitGroup:
             return self._place(call.batches)
         last = self._last(call.producer)
         if not last.accepts(sequence):
-            try:
-                return last.answer(sequence, len(call.batches))
-            except SequenceConflict as conflict:
-                return conflict
+            return outcome_of_repeated(last, sequence, len(call.batches))
         receipts = self._place(call.batches)
         self._producers[call.producer] = LastCall(sequence.number, [token.offset for token, _ in receipts if token])
         return receipts
@@ -95,7 +72,7 @@ class CommitGroup:
         for queue, growth in self._queues.items():
             growth.write(self._changes, self._encoder, queue, self._now_us)
         for producer, (number, offsets) in self._producers.items():
-            kept = [each for each in offsets if each is not None] if len(offsets) <= _MAX_STORED_OFFSETS else []
+            kept = [each for each in offsets if each is not None] if len(offsets) <= MAX_STORED_OFFSETS else []
             self._changes.put_producer(producer, ProducerRow(number, self._now_us, kept))
         return {queue: StoredBatches(grown.tail.next, grown.batches) for queue, grown in self._queues.items()}
 

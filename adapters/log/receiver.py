@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from ...streams.errors import Closed
 from ...streams.events import EventBatch
+from ..group_commit import StoredBatches
 from ..receiving import RETENTION, Accept, Gap, QueueReceiver, Received
 from .blocks import (
     Block,
@@ -19,7 +20,6 @@ from .blocks import (
     skipped_reason,
 )
 from .environment import LogEnvironment
-from .group import StoredBatches
 from .limits import LOG_LIMITS, LogLimits
 from .transactions import LogSnapshot
 

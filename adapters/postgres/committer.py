@@ -6,11 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import TypeVarTuple
 
@@ -21,11 +19,11 @@ from psycopg.rows import TupleRow
 from ...store.postgres import BoundedConnection
 from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, QueueFull, StorageError
+from ..group_commit import Growth, Outcome, groups
 from ..log.acknowledgements import PendingAcknowledgements
 from ..log.blocks import BlockEncoder
-from ..log.group import StoredBatches
 from .connecting import DatabasePlace
-from .group import Outcome, WaitingCall
+from .group import WaitingCall
 from .schema import ProviderRow
 from .transaction import GroupTransaction, LostQueueError
 
@@ -34,9 +32,6 @@ _Ts = TypeVarTuple("_Ts")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 _CONFLICTS = frozenset({"40001", "40P01", "55P03", "57014"})
 """SQL states after which the same transaction may succeed: conflicts, and locks that others hold for too long."""
-
-Growth = Mapping[int, StoredBatches]
-"""The batches that a commit has added, by queue."""
 
 
 class PostgresCommitter:
@@ -273,13 +268,3 @@ def _is_passing(failure: psycopg.Error | StorageError) -> bool:
     state = failure.sqlstate
     # No state: no answer. 08, 57P: the connection was ended. 25: a standby. 53: no connection or memory is left.
     return state is None or state[:2] in ("08", "25", "53") or state.startswith("57P")
-
-
-def groups(calls: Sequence[WaitingCall], limit: int) -> Iterator[Sequence[WaitingCall]]:
-    """Divide calls into groups. Each ends with the call that makes it reach `limit` bytes."""
-    ends = list(accumulate(call.nbytes for call in calls))
-    start = taken = 0
-    while start < len(calls):
-        stop = bisect_left(ends, taken + limit, start) + 1
-        yield calls[start:stop]
-        start, taken = stop, ends[min(stop, len(ends)) - 1]

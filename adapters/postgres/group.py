@@ -7,19 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple
 
-from ...streams.errors import SequenceConflict
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import ProducerSequence, Receipt, check_sequence
+from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated
 from ..log.blocks import BlockEncoder, BlockPlace, split
-from ..log.group import StoredBatches
 
 CHUNK_BYTES = 8000
 """Largest chunk: with the other columns, it fills a page of 8 KiB."""
-_MAX_STORED_OFFSETS = 1024
-
-Outcome = Sequence[Receipt] | SequenceConflict
 
 
 class WaitingCall:
@@ -99,10 +95,7 @@ class EnqueueGroup:
             return self._place(call.batches)
         last = self._producers.get(call.producer) or LastCall()
         if not last.accepts(sequence):
-            try:
-                return last.answer(sequence, len(call.batches))
-            except SequenceConflict as conflict:
-                return conflict
+            return outcome_of_repeated(last, sequence, len(call.batches))
         receipts = self._place(call.batches)
         stored = LastCall(sequence.number, [token.offset for token, _ in receipts if token])
         self._producers[call.producer] = self._stored[call.producer] = stored
@@ -135,7 +128,7 @@ class EnqueueGroup:
                 time_us,
             )
         producers = {
-            producer: LastCall(number, offsets if len(offsets) <= _MAX_STORED_OFFSETS else ())
+            producer: LastCall(number, offsets if len(offsets) <= MAX_STORED_OFFSETS else ())
             for producer, (number, offsets) in self._stored.items()
         }
         grown = {queue: StoredBatches(self._tails[queue].next, batches) for queue, batches in self._grown.items()}

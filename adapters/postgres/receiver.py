@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, HeadraceError
 from ...streams.events import EventBatch
+from ..group_commit import StoredBatches
 from ..limits import within_limits
-from ..log.group import StoredBatches
 from ..receiving import Accept, QueueReceiver, Received
 from .reading import Fetched
 

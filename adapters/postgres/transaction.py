@@ -13,6 +13,7 @@ from psycopg import Connection
 from psycopg.rows import TupleRow
 
 from ...streams.producer_ledger import LastCall
+from ..group_commit import Outcome
 from ..log.blocks import BlockEncoder
 from .connecting import timeouts_ms
 from .group import (
@@ -20,7 +21,6 @@ from .group import (
     EnqueueGroup,
     GroupWrites,
     LockedTail,
-    Outcome,
     WaitingCall,
     copy_binary,
     literals,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from headrace import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
+from headrace.adapters.group_commit import groups
 from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.acknowledgements import PendingAcknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
-from headrace.adapters.log.committer import groups
 from headrace.adapters.log.environment import LogEnvironment, acquire, release
 from headrace.adapters.log.group import CommitGroup, CommitRequest
 from headrace.adapters.log.limits import LogLimits
