@@ -82,7 +82,7 @@ class PostgresReceiver(QueueReceiver):
         if self._fetching is None:
             self._check_end = False  # not after the fetch: `wake` may set it meanwhile
             name = f"headrace postgres read of queue {self._queue.number}"
-            self._fetching = self._tasks.hold(_awaited(self._queue.fetch(self._position)), name)
+            self._fetching = self._tasks.hold(_fetched(self._queue, self._position), name)
         return self._fetching
 
     async def _fetch(self) -> Received | None:
@@ -141,5 +141,5 @@ class PostgresReceiver(QueueReceiver):
         await self._tasks.aclose()
 
 
-async def _awaited(result: Awaitable[Fetched]) -> Fetched:
-    return await result
+async def _fetched(queue: WatchedQueue, position: int) -> Fetched:
+    return await queue.fetch(position)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from headrace.adapters.postgres.reading import Fetched
 from headrace.adapters.postgres.receiver import PostgresReceiver, WatchedQueue
-from headrace.streams.errors import HeadraceError, StorageError
+from headrace.streams.errors import Closed, HeadraceError, StorageError
 from tests.adapters.postgres.opening import ANY
+
+
+def ignore(_: PostgresReceiver) -> None: ...
 
 
 class ShrinkingQueue:
@@ -32,11 +36,21 @@ class ShrinkingQueue:
     def acknowledge(self, offset: int) -> None: ...
 
 
+async def test_a_fetch_that_has_not_begun_is_cancelled_without_a_warning() -> None:
+    queue = ShrinkingQueue()
+    watched = WatchedQueue(0, queue.fetch, lambda: queue.end, queue.fault, queue.acknowledge)
+    receiver = PostgresReceiver(watched, 5, 0, ignore)
+    receiving = asyncio.ensure_future(receiver.receive(ANY, ANY))
+    await asyncio.sleep(0)
+    await receiver.aclose()
+    gc.collect()
+    with pytest.raises(Closed):
+        await receiving
+
+
 async def test_an_end_that_is_lost_during_a_fetch_is_a_fault() -> None:
     queue = ShrinkingQueue()
     watched = WatchedQueue(0, queue.fetch, lambda: queue.end, queue.fault, queue.acknowledge)
-
-    def ignore(_: PostgresReceiver) -> None: ...
 
     receiver = PostgresReceiver(watched, 5, 0, ignore)
     receiving = asyncio.ensure_future(receiver.receive(ANY, ANY))
