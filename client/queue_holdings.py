@@ -212,10 +212,6 @@ class QueueHoldings:
         origin = check_origin(self.account.origin)
         return EffectScope(origin.origin, origin.subscription, self.number, self.generation or 0, origin.provider)
 
-    def is_next(self, batch: ReceivedBatch) -> bool:
-        """Whether no event is held that comes before this batch in its stream."""
-        return next((each for each in self.lines.get(batch.stream, ()) if not each.redriven), batch) is batch
-
     # ---- results (`BatchHolder`) ------------------------------------------------------------------------------------
 
     def acknowledge(self, batch: ReceivedBatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Awaitable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -12,7 +12,7 @@ from ..streams.arguments import refused
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.frames import DeliveredBatch
-from ..streams.identity import SequenceToken
+from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ class BatchHolder(Protocol):
     @property
     def account(self) -> CongestedAccount: ...
 
-    def effect_scope(self) -> EffectScope: ...
+    @property
+    def lines(self) -> Mapping[StreamId, Sequence[ReceivedBatch]]:
+        """Batches with unfinished events, by stream and in order of position."""
+        ...
 
-    def is_next(self, batch: ReceivedBatch) -> bool: ...
+    def effect_scope(self) -> EffectScope: ...
 
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
@@ -184,7 +187,8 @@ class ReceivedBatch(EventBatch):
     @property
     def is_next(self) -> bool:
         """Whether the consumer holds no earlier events of the stream that are neither acknowledged nor rejected."""
-        return self.state != TAKEN or self.redriven or self.holder.is_next(self)
+        line = self.holder.lines.get(self.stream, ())
+        return self.state != TAKEN or self.redriven or next((one for one in line if not one.redriven), self) is self
 
     def open_events(self) -> Sequence[Event]:
         """The events that are neither acknowledged nor rejected nor taken back."""

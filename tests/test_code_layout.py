@@ -68,6 +68,7 @@ PATCHING = {
     "tests/silo/services/test_publisher.py": "counts calls of an adapter in a whole silo",
     "tests/silo/test_consumer_groups.py": "a group and a provider that fail once",
     "tests/silo/test_gateway.py": "clients in the silo's process that call it as remote ones do",
+    "tests/effects/test_remote_effects.py": "a wait of 30 s",
     "tests/spark/conftest.py": "PySpark starts its JVM by a fork",
     "tests/spark/test_replay.py": "progress is noted after each chunk",
     "tests/storage/planted.py": "plants bugs",

@@ -77,7 +77,7 @@ async def _open_topic(
         retention_ms = -1 if kept else int((options.retain_age_s or 0) * 1000)
         settings = {**topic_settings(retention_ms), **replica_settings(options.replication)}
         await topics.create(topic, context.queues, options.replication, settings)
-        facts = await topics.created(topic)
+    facts = await topics.created(topic)  # another process may just have created it
     if topic_id and topic_id != facts.topic_id:
         raise InvalidArgument(
             f"provider {context.provider!r}: the topic {topic!r} was deleted and created again, so its events are "
@@ -88,7 +88,7 @@ async def _open_topic(
     ledger = ledger_topic(topic)
     if await topics.describe(ledger) is None:
         await topics.create(ledger, 1, options.replication or facts.replicas, ledger_settings())
-        await topics.created(ledger)
+    await topics.created(ledger)
     return facts
 
 

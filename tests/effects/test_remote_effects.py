@@ -101,7 +101,7 @@ class _Deaf:
     """Loses the acknowledgement."""
 
     def __init__(self, holder: Any) -> None:
-        self.account, self.effect_scope, self.is_next = holder.account, holder.effect_scope, holder.is_next
+        self.account, self.effect_scope, self.lines = holder.account, holder.effect_scope, holder.lines
 
     def acknowledge(self, batch: Any) -> None:
         pass
