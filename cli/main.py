@@ -6,10 +6,13 @@ The result of a command goes to stdout, everything else to stderr. Exit codes: 0
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any, TextIO, cast
 
 import click
 
@@ -67,12 +70,43 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    _replace_streams()
     try:
         code: object = cli.main(arguments, prog_name="headrace", standalone_mode=False)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 (an unexpected error is raised again, with its traceback)
         return _failed(error)
     return code if isinstance(code, int) else DONE
+
+
+class _Stdout(io.FileIO):
+    """Stdout, whose errors name it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "stdout"
+            raise
+
+
+def _replace_streams() -> None:
+    """Let errors of stdout name it. Python sets a stream to None if its descriptor is closed: writes to stdout fail
+    then, and those to stderr are lost."""
+    stdout, stderr = cast("TextIO | None", sys.stdout), cast("TextIO | None", sys.stderr)
+    if stdout is None:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Stdout(os.open(os.devnull, os.O_RDONLY), "wb")), "utf-8")
+    elif type(_raw(stdout)) is io.FileIO:
+        named = io.BufferedWriter(_Stdout(stdout.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(named, stdout.encoding, stdout.errors, line_buffering=stdout.isatty())
+    if stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
+def _raw(stream: Any) -> object:
+    """Return the file of a text stream, which has no buffer between them if PYTHONUNBUFFERED is set."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
 
 
 def _failed(error: BaseException) -> int:
@@ -84,6 +118,6 @@ def _failed(error: BaseException) -> int:
         raise error
     for line in message(error).splitlines():
         click.echo(f"headrace: {line}", err=True)
-    if isinstance(error, BrokenPipeError):
-        sys.stdout = None  # its reader is gone: flushing the buffer at the end would raise again
+    if isinstance(error, OSError) and (isinstance(error, BrokenPipeError) or error.filename == "stdout"):
+        sys.stdout = None  # flushing the buffer at the end would raise again
     return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -109,9 +110,11 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
     """Open a transaction in the database at a URL of SQLAlchemy, for the length of a `with`.
 
     Raises InvalidArgument for another URL, NotSupported for another database, StorageError if it cannot be reached;
-    with `migrated`, NotFound if it has no tables for effects.
+    with `migrated`, NotFound if its file is missing, or it has no tables for effects.
     """
     engine = engine_of(url)
+    if migrated:
+        _check_file(engine)
     try:
         with engine.begin() as connection:
             if migrated:
@@ -121,6 +124,14 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
         raise StorageError(f"{engine.url.render_as_string()}: {error.orig}") from None
     finally:
         engine.dispose()
+
+
+def _check_file(engine: Engine) -> None:
+    """SQLite would create the file. Raise NotFound if it is missing."""
+    file = engine.url.database
+    if engine.dialect.name != "sqlite" or not file or file.startswith((":memory:", "file:")) or Path(file).exists():
+        return
+    raise NotFound(f"there is no file {file!r}: check its name, or create it with 'headrace effects migrate'")
 
 
 def summaries(connection: Connection) -> list[EffectsSummary]:

@@ -48,6 +48,7 @@ class ThreadedWriter:
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
+            error.filename = "stdout"
             return error
         return None
 

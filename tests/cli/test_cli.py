@@ -1,5 +1,6 @@
 """What holds for every command."""
 
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -16,7 +17,7 @@ from headrace.cli.outcome import exit_code, message
 from headrace.streams.outcomes import CommandFailed, CommandInterrupted
 from headrace.streams.subscriptions import StartKind
 from headrace.streams.wording import counted
-from tests.cli.commandline import SCRIPT, Headrace, ended
+from tests.cli.commandline import ENVIRONMENT, SCRIPT, Headrace, ended
 from tests.cli.commandline import Start as StartProcess
 
 
@@ -299,3 +300,18 @@ def test_an_interrupted_start_ends_at_once(headrace: Headrace, start: StartProce
     ran = ended(process)
     assert ran.code in {130, -2}  # -2: before there was anything to end in order
     assert "Traceback" not in ran.err
+
+
+def test_a_stdout_that_is_closed_or_full_is_one_line(headrace: Headrace, tmp_path: Path):
+    assert headrace("publish", "--data", "data", "--adapter", "log", "--stream", "o/1", stdin=b"1\n").code == 0
+    queues = ("queues", "--data", "data")
+    commands = (
+        queues,
+        (*queues, "--json"),
+        ("subscribe", "--data", "data", "--no-follow", "--from", "earliest", "*/*"),
+    )
+    for redirection, why in ((">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")):
+        for command in commands:
+            line = shlex.join([SCRIPT, *command]) + redirection
+            ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, check=False)
+            assert (ran.returncode, ran.stderr.decode()) == (1, f"headrace: stdout: {why}\n"), line

@@ -32,6 +32,7 @@ def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_p
 
 
 def test_missing_tables_wrong_urls_and_newer_tables_are_one_line(headrace: Headrace, tmp_path: Path):
+    (tmp_path / "user.db").touch()
     missing = headrace("effects", "list", "sqlite:///user.db")
     assert (missing.code, missing.err.count("\n")) == (1, 1)
     assert "create them with 'headrace effects migrate sqlite:///user.db'" in missing.err
@@ -104,3 +105,9 @@ def test_a_missing_driver_is_named_with_its_extra(start: Start):
             refused = ended(start("effects", command, url, program=[sys.executable, "-c", hidden]))
             why = "the database needs the package 'psycopg', which is not installed: pip install 'headrace[postgres]'"
             assert refused.refused(2) == why
+
+
+def test_a_missing_file_is_refused_and_not_created(headrace: Headrace, tmp_path: Path):
+    for arguments in (("effects", "list", "sqlite:///no.db"), ("state", "list", "--database", "sqlite:///no.db")):
+        assert headrace(*arguments).refused(1).startswith("there is no file 'no.db': check its name")
+    assert not (tmp_path / "no.db").exists()
