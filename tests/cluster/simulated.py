@@ -85,6 +85,8 @@ LONGEST_S = 10_000.0
 """Longest simulated time of a cluster. A cluster that takes longer is stuck."""
 REFUSED = "release", "save_checkpoints", "leaving"
 """Calls to the store that fail each time for a while."""
+PROGRESS_S = 300.0
+"""Longest time without progress after a cluster is left in peace. A cluster that takes longer is stuck."""
 STALL_S = 0.5 * TIMEOUT_S
 """Longest time for which the event loop of a consumer is blocked. Its silos still wait for it."""
 CALL_S = 10.0
@@ -835,7 +837,10 @@ class Incidents:
         if all(silo.drained for silo in world.silos.values()):
             self._start()
         world.note("settle")
-        await self._wait(300.0, lambda: not world.left)
+        while (left := world.left) and not world.problems:  # a pull of a few events from several silos takes seconds
+            await self._wait(PROGRESS_S, lambda left=left: world.left < left)
+            if world.left == left:
+                break
         if world.left and not world.problems:
             world.problem(f"{world.left} events are never finished; owners {world.owners()}")
         await self._wait_for_rest(2 * world.options.maturity_s + 3 * world.options.lease_s)
