@@ -58,7 +58,7 @@ def _any(encoded: bytes, now_us: int) -> EventBatch:
     message = None if _plain(encoded) else layout.message_of(encoded)
     namespace, key, columns = layout.read(encoded) if message is None else layout.read_message(message)
     stream = StreamId(namespace, key)
-    _check_sizes(stream, columns.sizes)
+    _check_sizes(stream, columns.sizes, len(encoded))
     if columns.timestamps:
         check_times(columns.timestamps, "timestamps_us")
     if message is not None or not encoded.startswith(stream.prefix):
@@ -71,10 +71,11 @@ def _any(encoded: bytes, now_us: int) -> EventBatch:
     return EventBatch(stream, encoded, len(columns.sizes))
 
 
-def _check_sizes(stream: StreamId, sizes: Sequence[int]) -> None:
+def _check_sizes(stream: StreamId, sizes: Sequence[int], nbytes: int) -> None:
+    """Check the sizes of the payloads of a batch of so many bytes."""
     if len(sizes) > MAX_BATCH_EVENTS:
         raise InvalidArgument(f"a batch has at most {MAX_BATCH_EVENTS:,} events, not {len(sizes):,}: split it")
-    if (largest := max(sizes)) > MAX_EVENT_BYTES:
+    if nbytes > MAX_EVENT_BYTES and (largest := max(sizes)) > MAX_EVENT_BYTES:
         raise PayloadTooLarge(f"the payload of an event for {stream}", largest, MAX_EVENT_BYTES)
 
 
