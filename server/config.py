@@ -16,11 +16,19 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address of /metrics and /healthz."""
+    """The address of /metrics and /healthz, and its TLS."""
 
     host: str = "127.0.0.1"
     port: Port | None = None
     """None: not served. 0: a free port, which is logged."""
+    certificate: str | None = None
+    """File: the certificate of the HTTP server and its chain, PEM. None: no TLS."""
+    key: str | None = None
+    """File: the certificate's key, PEM, without a passphrase."""
+
+    @property
+    def loopback(self) -> bool:
+        return is_loopback(self.host)
 
 
 class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,11 +57,7 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the address. Of all names, only localhost counts as such."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host.lower() == "localhost"
+        return is_loopback(self.host)
 
     @property
     def asks_for_tokens(self) -> bool:
@@ -64,6 +68,14 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def at(self, port: int) -> str:
         """The address with this port, as in 127.0.0.1:9465 and [::1]:9465."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address. Of all names, only localhost counts as such."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class TlsCredentials(NamedTuple):
@@ -82,9 +94,9 @@ def read_credentials(grpc: GrpcConfig) -> TlsCredentials | None:
     """
     if grpc.certificate is None or grpc.key is None:
         return None
-    certificate, key = _pem("certificate", grpc.certificate), _pem("key", grpc.key)
-    client_ca = None if grpc.client_ca is None else _pem("client_ca", grpc.client_ca)
-    _check_usable(grpc.certificate, grpc.key, grpc.client_ca)
+    certificate, key = _pem("grpc.certificate", grpc.certificate), _pem("grpc.key", grpc.key)
+    client_ca = None if grpc.client_ca is None else _pem("grpc.client_ca", grpc.client_ca)
+    _check_loading("grpc", grpc.certificate, grpc.key, grpc.client_ca)
     return TlsCredentials(certificate, key, client_ca)
 
 
@@ -92,10 +104,17 @@ def _pem(option: str, file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"grpc.{option}: {file} cannot be read: {error.strerror or error}") from None
+        raise InvalidArgument(f"{option}: {file} cannot be read: {error.strerror or error}") from None
 
 
-def _check_usable(certificate: str, key: str, client_ca: str | None) -> None:
+def check_usable(section: str, certificate: str, key: str) -> None:
+    """Raise InvalidArgument, with the option of a section and the file, if a certificate or its key cannot be used."""
+    _pem(f"{section}.certificate", certificate)
+    _pem(f"{section}.key", key)
+    _check_loading(section, certificate, key, None)
+
+
+def _check_loading(section: str, certificate: str, key: str, client_ca: str | None) -> None:
     """Let OpenSSL check the files: gRPC accepts any bytes, and then fails at each connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -106,9 +125,9 @@ def _check_usable(certificate: str, key: str, client_ca: str | None) -> None:
             if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
             else f"these are no certificate and key in PEM, the key without a passphrase ({error})"
         )
-        raise InvalidArgument(f"grpc.certificate {certificate}, grpc.key {key}: {why}") from None
+        raise InvalidArgument(f"{section}.certificate {certificate}, {section}.key {key}: {why}") from None
     try:
         if client_ca is not None:
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
-        raise InvalidArgument(f"grpc.client_ca: {client_ca} has no certificate in PEM ({error})") from None
+        raise InvalidArgument(f"{section}.client_ca: {client_ca} has no certificate in PEM ({error})") from None

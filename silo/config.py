@@ -199,9 +199,10 @@ def parse_address(text: str) -> tuple[str, int]:
 def check(config: SiloConfig) -> None:
     """Raise InvalidArgument for options that contradict each other, or that would let any client in."""
     grpc = config.grpc
-    if (grpc.certificate is None) != (grpc.key is None):
-        given, missing = ("certificate", "key") if grpc.key is None else ("key", "certificate")
-        raise InvalidArgument(f"grpc.{given} is given without grpc.{missing}: TLS needs both")
+    for section, server in (("grpc", grpc), ("http", config.http)):
+        if (server.certificate is None) != (server.key is None):
+            given, missing = ("certificate", "key") if server.key is None else ("key", "certificate")
+            raise InvalidArgument(f"{section}.{given} is given without {section}.{missing}: TLS needs both")
     if grpc.client_ca is not None and grpc.certificate is None:
         raise InvalidArgument("grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS")
     if grpc.port is not None:

@@ -41,7 +41,12 @@ OTHER_VARIABLES = {
     "npm",
 }
 """Variables, without the prefix, that adapters, other commands and the benchmarks read."""
-PATHS = {(): ("data",), ("grpc",): ("certificate", "key", "client_ca"), ("cluster",): ("ca",)}
+PATHS = {
+    (): ("data",),
+    ("http",): ("certificate", "key"),
+    ("grpc",): ("certificate", "key", "client_ca"),
+    ("cluster",): ("ca",),
+}
 """Options that are paths, by section. In the file they are relative to the file's folder."""
 _SECTIONS = {"http", "grpc", "cluster", "providers"}
 _CONFIG = OptionTable(SiloConfig)

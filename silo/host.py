@@ -17,7 +17,7 @@ import msgspec
 
 from ..agents import SendBudget
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
-from ..server.http import HttpAnswer, serving
+from ..server.answers import HttpAnswer
 from ..store.datadir import running_silos
 from ..streams.errors import Busy, HeadraceError, InvalidArgument
 from ..streams.handlers import SubscriptionDeclaration, declared
@@ -78,7 +78,7 @@ class Silo:
         subscriptions = silo._declared()
         async with AsyncExitStack() as stack:
             if config.http.port is not None:
-                silo.address = await stack.enter_async_context(silo._serving(config.http.port))
+                silo.address = await stack.enter_async_context(silo._serving())
             stack.push_async_callback(silo._close)
             await silo._start(subscriptions)
             if config.cluster is not None:
@@ -200,9 +200,11 @@ class Silo:
 
     # ---- metrics and health ----------------------------------------------------------------------------------------
 
-    def _serving(self, port: int) -> AbstractAsyncContextManager[str]:
+    def _serving(self) -> AbstractAsyncContextManager[str]:
+        from ..server import http  # noqa: PLC0415 (uvicorn is loaded only where it is served)
+
         routes = {"/metrics": self.metrics, "/healthz": self.health}
-        return serving(self.config.http.host, port, routes)
+        return http.serving(http.application(routes), self.config.http)
 
     async def metrics(self) -> HttpAnswer:
         providers = [await observed(one) for one in self.providers.values()]

@@ -28,6 +28,8 @@ log_level = "warning"
 [http]
 host = "0.0.0.0"
 port = 9464
+certificate = "tls/web.pem"
+key = "tls/web.key"
 
 [grpc]
 host = "0.0.0.0"
@@ -79,7 +81,12 @@ def test_every_option_of_the_file_arrives(tmp_path: Path):
         modules=("shop.handlers", "shop.reports"),
         drain_s=3.0,
         log_level="warning",
-        http=HttpConfig(host="0.0.0.0", port=9464),
+        http=HttpConfig(
+            host="0.0.0.0",
+            port=9464,
+            certificate=str(tmp_path / "tls" / "web.pem"),
+            key=str(tmp_path / "tls" / "web.key"),
+        ),
         grpc=GrpcConfig(
             host="0.0.0.0",
             port=9465,
@@ -417,6 +424,7 @@ def test_asking_for_tokens(options: dict[str, Any], asks: bool):
         (grpc(native=False, native_port=7), "grpc.native_port is given and grpc.native is false: leave out one"),
         (grpc(port=7, native_port=7), "grpc.native_port is 7, which another server of the silo has, too"),
         (grpc(port=None, key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
+        (SiloConfig(http=HttpConfig(key="c.key")), "http.key is given without http.certificate: TLS needs both"),
         (grpc(client_ca="ca.pem"),
          "grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS"),
         (grpc(insecure=True, **TLS), "grpc.insecure turns TLS off, and grpc.certificate turns it on: leave out one"),
