@@ -3,6 +3,7 @@
 from .agent import AgentStatistics, PullingAgent
 from .cache import EMPTY, BucketStatistics, CacheLimits, CacheStatistics, Cursor, Empty, QueueCache
 from .counts import DeliveryCounts
+from .cursor import CursorState
 from .delivery.delivery import Delivery, DeliveryStatistics
 from .delivery.edge import Edge
 from .delivery.group import Group, taken_over
@@ -21,6 +22,7 @@ __all__ = (
     "CacheLimits",
     "CacheStatistics",
     "Cursor",
+    "CursorState",
     "Delivery",
     "DeliveryCounts",
     "DeliveryService",

@@ -24,6 +24,7 @@ from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
 from .local import InProcessTransport
+from .move_history import MoveHistory
 from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
 from .placement import ClusterPlacements
@@ -54,6 +55,7 @@ class ClusteredSilo:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
         self.placements = ClusterPlacements()
+        self.moves = MoveHistory()
         self._services: InProcessTransport | None = None
         self.view: ClusterView | None = None
         self._config = config
@@ -191,6 +193,7 @@ class ClusteredSilo:
         # A silo that left in order still finishes its open calls.
         self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
         self.placements.update(view)
+        self.moves.update(view)
 
     def owner(self, provider: str, queue: int) -> str:
         """Return the name of a queue's owner, "" if it has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...streams.events import EventBatch
@@ -39,6 +40,13 @@ class Failure(NamedTuple):
     """The consumer blames a dependency, not the event: the failure never counts against the event."""
 
 
+class WaitingAttempt(NamedTuple):
+    """The next attempt of a cursor, and the failure of the last one."""
+
+    timer: asyncio.TimerHandle
+    reason: str
+
+
 class Retries:
     """Decides what follows the failures of one delivery, and does it."""
 
@@ -51,8 +59,9 @@ class Retries:
         self._sink = sink
         self._rng = rng or RNG
         self._loop = asyncio.get_running_loop()
-        self._timers: dict[StreamCursor, asyncio.TimerHandle] = {}
-        """Start the next attempts of waiting cursors."""
+        self._waiting: dict[StreamCursor, WaitingAttempt] = {}
+        self.waiting: Mapping[StreamCursor, WaitingAttempt] = self._waiting
+        """The next attempts of waiting cursors."""
         self._stopped = False
 
     async def failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
@@ -63,9 +72,9 @@ class Retries:
     def stop(self) -> None:
         """Try nothing again."""
         self._stopped = True
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        for attempt in self._waiting.values():
+            attempt.timer.cancel()
+        self._waiting.clear()
 
     # ---- another attempt -------------------------------------------------------------------------------------------
 
@@ -84,7 +93,7 @@ class Retries:
         delay = delay if failure.delay_s is None else failure.delay_s
         self._counts.retries += 1
         self._delivery.log_failure(cursor, failure, f"attempt {attempts}, again in {delay:.2f} s")
-        self._wait(cursor, delay)
+        self._wait(cursor, delay, failure.reason)
         return True
 
     def _excuse(self, cursor: StreamCursor, failure: Failure) -> None:
@@ -97,17 +106,18 @@ class Retries:
             delay_s = failure.delay_s
             if delay_s is None:
                 delay_s = self._definition.retry.backoff(failures.attempts + failures.excused, self._rng)
-            self._wait(cursor, max(delay_s, EXCUSED_S))
+            self._wait(cursor, max(delay_s, EXCUSED_S), failure.reason)
         else:
             self._resume(cursor)
 
-    def _wait(self, cursor: StreamCursor, delay: float) -> None:
+    def _wait(self, cursor: StreamCursor, delay: float, reason: str) -> None:
         self._progress.wait(cursor)
         if not self._stopped:
-            self._timers[cursor] = self._loop.call_later(delay, self._retry, cursor)
+            timer = self._loop.call_later(delay, self._retry, cursor)
+            self._waiting[cursor] = WaitingAttempt(timer, reason)
 
     def _retry(self, cursor: StreamCursor) -> None:
-        del self._timers[cursor]
+        del self._waiting[cursor]
         self._resume(cursor)
 
     def _resume(self, cursor: StreamCursor) -> None:
@@ -132,7 +142,7 @@ class Retries:
                 "cannot record that subscription %r gave up on event %s: %r; trying again",
                 self._definition.name, cursor.token, problem,
             )  # fmt: skip
-            self._wait(cursor, STORE_RETRY_S)
+            self._wait(cursor, STORE_RETRY_S, f"cannot record that it was given up: {problem!r}")
         else:
             await self._delivery.gave_up(failure)
 

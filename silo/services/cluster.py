@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from ...proto.v1 import cluster_pb2 as pb
 from ...server.access import PEER, Permission
 from ...server.guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
-from ...streams.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from ...streams.errors import InvalidArgument, NotFound, Unavailable
 from ..provider_core import ProviderCore
 from .agent_changes import CALL_S, AgentChanges, RunningSilo
-from .describing import WATCH_S, ClusterDescriptions, bare, differ
+from .describing import WATCH_S, ClusterDescriptions, bare, differ, require_any_permission
 from .lookup import TO_MANAGE, provider_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ClusterService:
 
     async def describe(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.DescribeClusterRequest, message)
-        _require_any_permission(call)
+        require_any_permission(call)
         alone = request.here or self._others(call) is None
         counted = _may_see_all(call) and not request.here  # silos and clients only look for living silos that way
         cluster = await self._descriptions.describe(counted, alone=alone)
@@ -70,7 +70,7 @@ class ClusterService:
 
     async def watch(self, call: ServiceCall, message: bytes) -> None:
         parsed(pb.WatchClusterRequest, message)
-        _require_any_permission(call)
+        require_any_permission(call)
         last: pb.Cluster | None = None
         while not call.closing.is_set():
             cluster = _shown(call, await self._descriptions.recent(_may_see_all(call)))
@@ -156,11 +156,6 @@ class ClusterService:
 
     def _drain_s(self, drain_ms: int) -> float:
         return drain_ms / 1000 if drain_ms else self._silo.config.drain_s
-
-
-def _require_any_permission(call: ServiceCall) -> None:
-    if not call.principal.allows_anything():
-        raise PermissionDenied(f"{call.principal} has no permission at all: to see the cluster it needs one")
 
 
 def _may_see_all(call: ServiceCall) -> bool:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ...adapters import Backlog
 from ...balancer.membership import Membership
 from ...proto.v1 import cluster_pb2 as pb
+from ...server.guard import ServiceCall
 from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
-from ...streams.errors import HeadraceError
+from ...streams.errors import HeadraceError, PermissionDenied
 from ..provider_core import ProviderCore
 from ..views import QueueView, age_s, due_in_s, lag_of
 from .agent_changes import AgentChanges, RunningSilo
@@ -42,8 +43,7 @@ class ClusterDescriptions:
 
     @property
     def silo_name(self) -> str:
-        clustered_silo = self._silo.clustered_silo
-        return socket.gethostname() if clustered_silo is None or clustered_silo.view is None else clustered_silo.name
+        return name_of(self._silo)
 
     async def recent(self, counted: bool) -> pb.Cluster:
         """Return a description at most half of `WATCH_S` old: many may watch, and each description costs time."""
@@ -88,6 +88,17 @@ class ClusterDescriptions:
         return found
 
 
+def name_of(silo: RunningSilo) -> str:
+    """Return the silo's name in its cluster, else the name of its machine."""
+    clustered_silo = silo.clustered_silo
+    return socket.gethostname() if clustered_silo is None or clustered_silo.view is None else clustered_silo.name
+
+
+def require_any_permission(call: ServiceCall) -> None:
+    if not call.principal.allows_anything():
+        raise PermissionDenied(f"{call.principal} has no permission at all: to see the cluster it needs one")
+
+
 async def _ask(clustered_silo: ClusteredSilo, record: SiloRecord, counted: bool) -> pb.Silo | None:
     """Ask a silo for its description. None if it does not answer, or if another silo answers at its address."""
     request = pb.DescribeClusterRequest(here=not counted).SerializeToString()
@@ -105,7 +116,7 @@ async def _described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
     leases = provider.manager.leases
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
     lags = await _lags(provider, [view.index for view in views]) if counted else {}
-    queues = [await _queue(provider, view, lags.get(view.index)) for view in views]
+    queues = [await queue_message(provider, view, lags.get(view.index)) for view in views]
     return pb.Provider(name=provider.name, adapter=provider.adapter_name, queues=queues, queue_count=provider.queues)
 
 
@@ -127,7 +138,7 @@ async def _unfinished(provider: ProviderCore) -> dict[int, int]:
     return lowest
 
 
-async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog | None) -> pb.Queue:
+async def queue_message(provider: ProviderCore, view: QueueView, lag: Backlog | None) -> pb.Queue:
     """`lag`: None if it was not counted."""
     stopped = view.index in provider.manager.stopped
     leases = provider.manager.leases

@@ -111,7 +111,7 @@ class SubscriptionService:
         found = pb.Subscription(
             definition=wire.definition_message(definition),
             progress=await self._progress(call, provider, definition),
-            consumers=_consumers(self._consumers[provider.name], definition),
+            consumers=consumer_messages(self._consumers[provider.name], definition),
             **await _left_behind(call, provider, definition),
             held=await _held(provider, definition),
         )
@@ -135,7 +135,7 @@ class SubscriptionService:
         definitions = [
             wire.definition_message(definition)
             for definition in await provider.store.subscriptions(provider.name)
-            if definition.name > request.after_name and _visible(call, definition)
+            if definition.name > request.after_name and is_listed(call, definition)
         ]
         return pb.ListSubscriptionsResponse(definitions=_fitting(definitions, self._limits)).SerializeToString()
 
@@ -236,7 +236,7 @@ async def _position_names(provider: ProviderCore, definition: SubscriptionDefini
     return position_names(definition, await provider.store.subscriptions(provider.name))
 
 
-def _visible(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
+def is_listed(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
     """Whether the caller sees it in a list. Subscriptions of single consumers are never listed."""
     allows = call.principal.allows_selector
     return not is_consumers_position(definition) and any(
@@ -298,7 +298,8 @@ async def _positions(provider: ProviderCore, name: str) -> Mapping[int, Checkpoi
     return {**served.saved, **now}
 
 
-def _consumers(consumers: ConsumerGroups, definition: SubscriptionDefinition) -> list[pb.Consumer]:
+def consumer_messages(consumers: ConsumerGroups, definition: SubscriptionDefinition) -> list[pb.Consumer]:
+    """Describe the consumers that are attached at this silo."""
     return [
         pb.Consumer(
             id=member.id,

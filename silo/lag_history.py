@@ -1,0 +1,108 @@
+"""The lag of the subscriptions that this process serves, over the last minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..streams.errors import HeadraceError
+from ..streams.subscriptions import CONSUMER_SEPARATOR
+from .provider_core import ProviderCore
+from .views import age_s
+
+SAMPLE_S = 2.0
+"""Interval of samples, in seconds."""
+MAX_SHARE = 0.01
+"""Share of the time that sampling takes at most. If a sample takes long, the interval grows."""
+KEPT_SAMPLES = 300
+MAX_SUBSCRIPTIONS = 500
+"""Subscriptions of a provider whose lag is kept; of further ones, only the last sample is."""
+
+
+class Lag(NamedTuple):
+    """The lag of a subscription at one time, over the queues that this process serves."""
+
+    at_us: int
+    batches: int = 0
+    """From the first batch that is not finished to the end."""
+    events: int | None = 0
+    """Events of these batches, an estimate if there are many; None if the adapter does not know."""
+    age_ms: int | None = 0
+    """The age of the oldest of these events; None if it is not known."""
+    delivered_events: int = 0
+
+    def plus(self, other: Lag) -> Lag:
+        """The lag of both together."""
+        return Lag(
+            max(self.at_us, other.at_us),
+            self.batches + other.batches,
+            None if self.events is None or other.events is None else self.events + other.events,
+            None if self.age_ms is None or other.age_ms is None else max(self.age_ms, other.age_ms),
+            self.delivered_events + other.delivered_events,
+        )
+
+
+class LagHistory:
+    """Takes samples in `run`, and keeps the last ones."""
+
+    def __init__(self, providers: Mapping[str, ProviderCore], *, sample_s: float = SAMPLE_S) -> None:
+        self._providers = providers
+        self._sample_s = sample_s
+        self._kept: dict[str, dict[str, deque[Lag]]] = {}
+
+    async def run(self) -> None:
+        """Take samples until the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            for provider in self._providers.values():
+                await self.sample(provider)
+            await asyncio.sleep(max(self._sample_s, (loop.time() - began) / MAX_SHARE))
+
+    async def sample(self, provider: ProviderCore) -> None:
+        """Take one sample of all subscriptions that are served."""
+        found: dict[str, Lag] = {}
+        for name, lag in await _measured(provider):
+            found[name] = found[name].plus(lag) if name in found else lag
+        before = self._kept.get(provider.name, {})
+        kept = self._kept[provider.name] = {}
+        for number, (name, lag) in enumerate(found.items()):
+            length = KEPT_SAMPLES if number < MAX_SUBSCRIPTIONS else 1
+            kept[name] = deque((*before.get(name, ()), lag), maxlen=length)
+
+    def lags(self, provider: str, subscription: str, since_us: int) -> Iterable[Lag]:
+        """Return the samples since a time, the oldest first; the last sample in any case, if there is one."""
+        kept = self._kept.get(provider, {}).get(subscription, ())
+        since = [lag for lag in kept if lag.at_us >= since_us]
+        return since or list(kept)[-1:]
+
+
+async def _measured(provider: ProviderCore) -> list[tuple[str, Lag]]:
+    """Return the lag of each subscription in each queue. The consumers of a broadcast count for its subscription."""
+    now_us = time.time_ns() // 1000
+    found: list[tuple[str, Lag]] = []
+    for name, one in list(provider.manager.served.items()):
+        shown = name.partition(CONSUMER_SEPARATOR)[0]
+        for queue, delivery in list(one.deliveries.items()):
+            try:
+                backlog = await provider.adapter.backlog(queue, delivery.progress.watermark)
+            except HeadraceError:  # the queue cannot be read: its state reports that
+                found.append((shown, Lag(now_us, events=None, age_ms=None)))
+                continue
+            age = age_s(backlog)
+            found.append(
+                (
+                    shown,
+                    Lag(
+                        now_us,
+                        backlog.batches,
+                        0 if not backlog.batches else backlog.events,
+                        None if age is None else round(1000 * age),
+                        delivery.counts.delivered_events,
+                    ),
+                )
+            )
+    return found
