@@ -1,8 +1,8 @@
 """Transports, by which a client calls services: their protocol, and the retries that they share.
 
 There are two transports: gRPC (`GrpcTransport` in `client/connection.py`), and services of the same process
-(`InProcessTransport` in `silo/local.py`). Requests and responses are encoded bytes. A method is named `Service/Method`,
-as in "PublisherService/Publish".
+(`InProcessTransport` in `silo/in_process.py`). Requests and responses are encoded bytes. A method is named
+`Service/Method`, as in "PublisherService/Publish".
 """
 
 from __future__ import annotations

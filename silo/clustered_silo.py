@@ -23,7 +23,7 @@ from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
-from .local import InProcessTransport
+from .in_process import InProcessTransport
 from .move_history import MoveHistory
 from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of

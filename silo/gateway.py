@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..agents import SendAccount, SendBudget, taken_over
@@ -21,15 +21,13 @@ from ..client.subscribe_call import METHOD
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.guard import ServiceCall
-from ..store.rows import position_token
 from ..streams import wire
 from ..streams.errors import HeadraceError, Unavailable
 from ..streams.frames import DeliveredBatch
-from ..streams.subscriptions import Checkpoint
-from .gateway_pulls import PullingGateway, PullKey
 from .placement import ClusterPlacements
 from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
-from .services.consumer_target import ConsumerTarget
+from .services.consumer_target import ConsumerKey, ConsumerTarget, session_open
+from .services.pulling import PullingConsumers
 from .services.reports import check_count, following_request, refuse_all
 
 log = logging.getLogger("headrace.silo")
@@ -86,26 +84,23 @@ class ClusterGateways:
         self._silos = silos
         self._budget = budget
         self._calls = _SiloCalls(silos)
-        self._sessions: dict[PullKey, GatewaySession] = {}
+        self._sessions: dict[ConsumerKey, GatewaySession] = {}
         """The last session of each consumer."""
-        self._pulling: dict[PullKey, PullingGateway] = {}
+        self.pulls = PullingConsumers(lambda _: self._calls)
 
     @property
     def placements(self) -> ClusterPlacements:
         return self._silos.placements
 
-    async def aclose(self) -> None:
-        await asyncio.gather(*(pulling.aclose() for pulling in list(self._pulling.values())))
-
     async def serve(self, call: ServiceCall, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
         """Converse with a consumer until its call ends. `request` is the first one."""
         positions = await target.consumers.prepare(target.definition, target.consumer, target.positions)
         account = self._budget.account(call.peer)
-        opening = gateway_open(
+        opening = session_open(
             target, positions, concurrent=request.open.concurrent, started_us=request.open.started_us
         )
         session = GatewaySession(call, opening, self._calls, account)
-        key = _key(target)
+        key = target.key
         former = self._sessions.get(key)
         if former is not None and 0 < opening.started_us < former.started_us:
             account.close()
@@ -122,31 +117,8 @@ class ClusterGateways:
                 del self._sessions[key]
             account.close()
 
-    async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
-        """Answer a `Pull`, also one that leaves."""
-        refused = await self._report(target, request.reports)
-        key = _key(target)
-        pulling = self._pulling.get(key)
-        if pulling is None or pulling.is_over:
-            target.consumers.check(target.definition, target.consumer, target.timeout_s, keeps_positions=False)
-            await target.consumers.prepare(target.definition, target.consumer, None)
-            pulling = PullingGateway(gateway_open(target, None, pulls=True), self._calls, target)
-            self._pulling[key] = pulling
-            pulling.on_end = lambda: self._forget(key, pulling)
-        response = await (pulling.leave() if request.leave else pulling.pull(call, request))
-        return response + pb.PullResponse(refused=refused).SerializeToString()
-
-    def _forget(self, key: PullKey, pulling: PullingGateway) -> None:
-        if self._pulling.get(key) is pulling:
-            del self._pulling[key]
-
-    async def acknowledge(self, call: ServiceCall, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
-        """Answer an `Acknowledge`."""
-        return pb.AcknowledgeResponse(refused=await self._report(target, request.reports)).SerializeToString()
-
-    async def _report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
-        """Pass reports to the owners of their queues. Return the refusals."""
-        check_count(reports)
+    async def report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
+        """Pass reports of a consumer that pulls to the owners of their queues. Return the refusals."""
         by_owner: dict[str, list[pb.QueueReport]] = {}
         ends_at = asyncio.get_running_loop().time() + VIEW_S
         for report in reports:
@@ -182,34 +154,6 @@ class ClusterGateways:
                 raise
             log.info("silo %s did not take acknowledgements of consumer %r: %s", owner, target.consumer, error)
         return refuse_all(reports)
-
-
-def _key(target: ConsumerTarget) -> PullKey:
-    return PullKey(target.provider.name, target.definition.name, target.consumer)
-
-
-def gateway_open(
-    target: ConsumerTarget,
-    positions: Mapping[int, Checkpoint] | None,
-    *,
-    pulls: bool = False,
-    concurrent: bool = False,
-    started_us: int = 0,
-) -> pb.Open:
-    """Return how the sessions of a gateway begin."""
-    opening = pb.Open(
-        provider=target.provider.name,
-        subscription=target.definition.name,
-        consumer=target.consumer,
-        session_timeout_ms=round(target.consumers.timeout(target.timeout_s) * 1000),
-        keeps_positions=positions is not None,
-        pulls=pulls,
-        concurrent=concurrent,
-        started_us=started_us,
-    )
-    for queue, checkpoint in (positions or {}).items():
-        opening.positions.add(queue=queue, token=position_token(checkpoint))
-    return opening
 
 
 class GatewaySession(LinkUser):

@@ -178,7 +178,11 @@ class Group(GroupQueues):
             member.on_gone(taken_over(id))
             self.disconnect(member)
             member.account = self.edge.budget.account(client)
-            member.to_resend.extend([] if pulls and member.pulls else member.parcels())
+            if pulls and member.pulls:
+                for parcel in member.parcels():  # they come again when they would have before
+                    parcel.handed_at += member.timeout_s - timeout_s
+            else:
+                member.to_resend.extend(member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
         member.timeout_s, member.pulls, member.concurrent = timeout_s, pulls, concurrent
         member.divides_credit, member.started_us = divides_credit, started_us

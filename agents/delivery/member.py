@@ -231,13 +231,6 @@ class Member:
         self.sending_bytes += size
         self._sending += frames
 
-    def collect_all(self) -> list[bytes]:
-        """Take all frames out of the outbox, without the statuses that follow it."""
-        frames = list(self.outbox)
-        self.outbox.clear()
-        self._collected(len(frames), self.outbox_bytes)
-        return frames
-
     def sent(self) -> None:
         """The frames that were collected are sent: free their bytes."""
         size = self.sending_bytes + self._sending * PARCEL_OVERHEAD_BYTES

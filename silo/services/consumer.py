@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from ...agents import Member
+from ...client.routing import SessionCalls
+from ...client.transport import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.access import PEER
 from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument
-from ..consumer_groups import AttachedConsumer, ConsumerGroups
+from ..consumer_groups import ConsumerGroups
+from ..in_process import InProcessCall, InProcessStreamCall
 from . import reports
 from .consumer_session import ConsumerSession, PlacementSource
 from .consumer_target import ConsumerTarget, ConsumerTargets
 from .lookup import Providers
-from .pulling import PullingConsumer, waits_already
+from .pulling import PullingConsumers
 from .visible import VisibleBounds
 
 SERVICE = "headrace.v1.ConsumerService"
@@ -32,15 +35,32 @@ class Gateways(Protocol):
         """Converse with a consumer. `request` is the first one."""
         ...
 
-    async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
-        """Return the encoded answer to any `Pull`, also to one that leaves."""
+    @property
+    def pulls(self) -> PullingConsumers:
+        """The consumers that pull from this silo."""
         ...
 
-    async def acknowledge(self, call: ServiceCall, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
-        """Return the encoded answer."""
+    async def report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
+        """Apply reports of a consumer that pulls. Return the refusals."""
         ...
 
-    async def aclose(self) -> None: ...
+
+class _OwnSessions(SessionCalls):
+    """Sessions with this silo, which has all queues. `peer` is the address of their consumer."""
+
+    def __init__(self, subscribe: Callable[[ServiceCall], Awaitable[None]], peer: str) -> None:
+        self._subscribe = subscribe
+        self._peer = peer
+
+    @property
+    def direct(self) -> bool:
+        return True
+
+    def first(self) -> StreamCall:
+        return InProcessStreamCall(self._subscribe, InProcessCall(asyncio.Event(), None, peer=self._peer))
+
+    def to_owner(self, silo: str, address: str) -> StreamCall:
+        return self.first()
 
 
 class ConsumerService:
@@ -55,13 +75,10 @@ class ConsumerService:
     ) -> None:
         self._targets = ConsumerTargets(providers, consumers, visible)
         self._gateways = gateways
-        self._pulling: dict[Member, PullingConsumer] = {}
-        self._joining = set[tuple[ConsumerGroups, str, str]]()
-        """Consumers whose first Pull is joining the group: subscription and consumer."""
+        self._pulls = PullingConsumers(partial(_OwnSessions, self.subscribe)) if gateways is None else gateways.pulls
 
     async def aclose(self) -> None:
-        if self._gateways is not None:
-            await self._gateways.aclose()
+        await self._pulls.aclose()
 
     def methods(self) -> Sequence[ServiceMethod]:
         return (
@@ -105,60 +122,28 @@ class ConsumerService:
         request = parsed(pb.PullRequest, encoded)
         reports.check_count(request.reports)
         target = await self._targets.of_pull(call, request)
-        gateway = self._gateway_for(call)
-        if gateway is not None:
-            return await gateway.pull(call, request, target)
-        if request.leave:
-            return await self._leave(request, target)
-        place = target.consumers.find(target.definition, target.consumer)
-        pulling = None if place is None else self._pulling.get(place.member)
-        timeout_s = target.consumers.timeout(target.timeout_s)
-        if pulling is None:
-            pulling = await self._join(call, target)
-        return await pulling.pull(call, request, timeout_s)
-
-    async def _join(self, call: ServiceCall, target: ConsumerTarget) -> PullingConsumer:
-        """Make the caller a member. Another call that joins meanwhile is refused: otherwise it would take over."""
-        key = target.consumers, target.definition.name, target.consumer
-        if key in self._joining:
-            raise waits_already(target.consumer)
-        self._joining.add(key)
-        try:
-            place = await target.consumers.join(
-                target.definition, target.consumer, target.timeout_s, client=_client(call)
-            )
-        finally:
-            self._joining.discard(key)
-        on_end = partial(self._pulling.pop, place.member, None)
-        pulling = self._pulling[place.member] = PullingConsumer(place, on_end)
-        return pulling
-
-    async def _leave(self, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
-        """End a consumer that pulls. Acknowledgements of an unknown consumer are refused."""
-        place = target.consumers.find(target.definition, target.consumer)
-        pulling = None if place is None else self._pulling.get(place.member)
-        if pulling is None:
-            return pb.PullResponse(refused=reports.refuse_all(request.reports)).SerializeToString()
-        refused = await pulling.apply(request.reports)
-        pulling.leave()
-        await target.consumers.save()
-        return pb.PullResponse(refused=refused).SerializeToString()
+        refused = await self._report(call, target, request.reports)
+        answer = await self._pulls.pull(call, request, target)
+        return answer + pb.PullResponse(refused=refused).SerializeToString()
 
     async def acknowledge(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.AcknowledgeRequest, encoded)
         reports.check_count(request.reports)
         target = await self._targets.of_acknowledge(call, request)
-        gateway = self._gateway_for(call)
-        if gateway is not None:
-            return await gateway.acknowledge(call, request, target)
-        place = target.consumers.find(target.definition, target.consumer)
-        refused = await _apply(place, request.reports) if place is not None else reports.refuse_all(request.reports)
+        refused = await self._report(call, target, request.reports)
         return pb.AcknowledgeResponse(refused=refused).SerializeToString()
 
-
-async def _apply(place: AttachedConsumer, queue_reports: Sequence[pb.QueueReport]) -> list[pb.Refusal]:
-    place.group.heard(place.member)
-    return await reports.apply(place, queue_reports)
+    async def _report(
+        self, call: ServiceCall, target: ConsumerTarget, queue_reports: Sequence[pb.QueueReport]
+    ) -> Sequence[pb.Refusal]:
+        gateway = self._gateway_for(call)
+        if gateway is not None:
+            return await gateway.report(target, queue_reports)
+        place = target.consumers.find(target.definition, target.consumer)
+        if place is None:
+            return reports.refuse_all(queue_reports)
+        place.group.heard(place.member)
+        return await reports.apply(place, queue_reports)
 
 
 def _client(call: ServiceCall) -> str | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.guard import ServiceCall, check_fields
-from ...store.rows import checkpoint_of_token
+from ...store.rows import checkpoint_of_token, position_token
 from ...streams import wire
 from ...streams.errors import InvalidArgument
 from ...streams.identity import SequenceToken
@@ -20,6 +20,14 @@ from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, sub
 from .visible import VisibleBounds
 
 LOST_END = "the position is past the end of its queue, which has lost it or is another one"
+
+
+class ConsumerKey(NamedTuple):
+    """Names one consumer of a silo or cluster."""
+
+    provider: str
+    subscription: str
+    consumer: str
 
 
 class ConsumerTarget(NamedTuple):
@@ -36,6 +44,34 @@ class ConsumerTarget(NamedTuple):
     """From where a client that keeps positions goes on. None: it keeps none."""
     gaps: Sequence[GapRecord] = ()
     """Gaps behind these positions."""
+
+    @property
+    def key(self) -> ConsumerKey:
+        return ConsumerKey(self.provider.name, self.definition.name, self.consumer)
+
+
+def session_open(
+    target: ConsumerTarget,
+    positions: Mapping[int, Checkpoint] | None,
+    *,
+    pulls: bool = False,
+    concurrent: bool = False,
+    started_us: int = 0,
+) -> pb.Open:
+    """Return how the sessions begin that this silo opens for a consumer."""
+    opening = pb.Open(
+        provider=target.provider.name,
+        subscription=target.definition.name,
+        consumer=target.consumer,
+        session_timeout_ms=round(target.consumers.timeout(target.timeout_s) * 1000),
+        keeps_positions=positions is not None,
+        pulls=pulls,
+        concurrent=concurrent,
+        started_us=started_us,
+    )
+    for queue, checkpoint in (positions or {}).items():
+        opening.positions.add(queue=queue, token=position_token(checkpoint))
+    return opening
 
 
 class ConsumerTargets:

@@ -1,21 +1,28 @@
-"""Consumers that pull: a member of the group that has credit only while a call waits."""
+"""Consumers that pull: they have credit only while a call waits.
+
+Such a consumer has sessions with the owners of queues, as any other one, as long as it pulls. The credit that is left
+is taken back before a call is answered, so the answer has everything that was sent. Events that a call returned and
+that are not acknowledged are taken back by their silos when the session timeout has passed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...agents import Parcel
+from ...client.routing import ATTACH_S, ENDED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
 from ...proto.v1 import consumer_pb2 as pb
+from ...proto.v1 import subscriptions_pb2
 from ...server.guard import ServiceCall
-from ...streams import wire
+from ...streams.background import end
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
-from ...streams.frames import QueueState, is_status
-from ...streams.subscriptions import GapRecord
-from ..consumer_groups import AttachedConsumer
-from . import reports
+from ...streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split
 from .consumer_session import MAX_GAPS
+from .consumer_target import ConsumerKey, ConsumerTarget, session_open
+
+log = logging.getLogger("headrace.silo")
 
 PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
 """Default limits of the events and bytes that a pull returns."""
@@ -26,6 +33,10 @@ CHECK_S = 0.25
 ANSWER_SHARE, ANSWER_S = 0.25, 1.0
 """A pull ends before its caller's deadline, so that its answer arrives in time: by a quarter of the time, at most 1 s.
 """
+RETURN_S = 1.0
+"""Time that silos have to give credit back, in seconds."""
+CLOSE_S = 1.0
+"""Time that silos have to save when the consumer leaves, in seconds."""
 
 
 def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
@@ -35,134 +46,184 @@ def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
     return max(wait_s, MIN_WAIT_S)
 
 
-def waits_already(consumer: str) -> LimitExceeded:
-    return LimitExceeded(f"consumer {consumer!r} waits in another call already: wait for that one first")
+class PullingConsumers:
+    """The consumers that pull from this silo. `calls_for` returns the calls of the sessions for a caller's address."""
+
+    def __init__(self, calls_for: Callable[[str], SessionCalls]) -> None:
+        self._calls_for = calls_for
+        self._present: dict[ConsumerKey, PullingConsumer] = {}
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(each.aclose() for each in list(self._present.values())))
+
+    async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
+        """Return the encoded answer to a `Pull`, also to one that leaves, without refusals. Raises LimitExceeded if
+        another call of the consumer waits."""
+        opening, key = session_open(target, None, pulls=True), target.key
+        while not request.leave and (known := self._present.get(key)) is not None and known.differs(opening):
+            await known.aclose()
+        if key not in self._present:
+            target.consumers.check(target.definition, target.consumer, target.timeout_s, keeps_positions=False)
+            await target.consumers.prepare(target.definition, target.consumer, None)
+        known = self._present.get(key)  # another call may have come before
+        if known is None:
+            known = self._present[key] = PullingConsumer(
+                opening, self._calls_for(call.peer), lambda: self._present.pop(key)
+            )
+        return await (known.leave() if request.leave else known.pull(call, request))
 
 
-class PullingConsumer:
-    """A consumer that pulls, until it leaves, is given up, or a session takes it over. Then `on_end` is called.
+class PullingConsumer(LinkUser):
+    """One consumer, as long as it pulls. `on_end` is called when it has ended."""
 
-    Events that a call returned are delivered again if they are not acknowledged within the session timeout.
-    """
-
-    def __init__(self, place: AttachedConsumer, on_end: Callable[[], object]) -> None:
-        self._place = place
-        self._group, self._member = place
+    def __init__(self, opening: pb.Open, calls: SessionCalls, on_end: Callable[[], object]) -> None:
         self._on_end = on_end
+        self._opening = opening
+        self._timeout_s = opening.session_timeout_ms / 1000
+        self._router = Router(self, calls, stays_direct=True)
         self._loop = asyncio.get_running_loop()
-        self._is_waiting = False
         self._error: HeadraceError | None = None
-        """The reason of its end."""
-        self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
-        self._output_ready = asyncio.Event()
-        self._member.connected = self._member.attached = False
-        self._member.pulls = True
-        self._member.on_gone = self._end
-        self._member.on_gap = self._gaps.append
+        self._called_at = self._loop.time()
+        self._is_waiting = False
+        self._arrived = asyncio.Event()
+        """Batches, other news of the sessions, or their end."""
+        self._batches: list[tuple[int, bytes]] = []
+        """Batches that wait for the answer: queue, and frame."""
+        self._released: dict[SiloLink, list[pb.QueueReport]] = {}
+        self._gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
+        self._task = self._loop.create_task(self._run(), name="headrace consumer pulls")
 
-    def _end(self, error: HeadraceError) -> None:
-        self._error = error
-        self._on_end()
-        self._output_ready.set()
+    def differs(self, opening: pb.Open) -> bool:
+        """Whether its next call needs other sessions, and no call waits."""
+        return opening != self._opening and not self._is_waiting
 
-    def leave(self) -> None:
-        """Give its events to other consumers."""
-        self._end(Unavailable("the consumer left: pull again to come back"))
-        self._group.leave(self._member)
-
-    async def apply(self, queue_reports: Sequence[pb.QueueReport]) -> list[pb.Refusal]:
-        """Apply reports. Return the refusals. Raises InvalidArgument."""
-        self._group.heard(self._member)
-        return await reports.apply(self._place, queue_reports)
-
-    async def pull(self, call: ServiceCall, request: pb.PullRequest, timeout_s: float) -> bytes:
-        """Apply the reports of a request, and return the encoded answer: the events that are there, at once or after a
-        wait. Raises LimitExceeded if another call waits; the reason of its end."""
-        self._member.timeout_s = timeout_s
-        answer = pb.PullResponse(refused=await self.apply(request.reports))
-        self._check_attached()
+    async def pull(self, call: ServiceCall, request: pb.PullRequest) -> bytes:
+        """Return the encoded answer, without refusals. Raise LimitExceeded if another call waits."""
         if self._is_waiting:
-            raise waits_already(self._member.id)
+            consumer = self._opening.consumer
+            raise LimitExceeded(f"consumer {consumer!r} waits in another call already: wait for that one first")
         self._is_waiting = True
         try:
-            frames = await self._take_events(call, request, answer)
+            await self._wait(call, request)
+            return self._answer()
         finally:
             self._is_waiting = False
-        answer.gaps.extend(map(wire.gap_message, self._gaps))
-        self._gaps.clear()
-        return b"".join((*frames, answer.SerializeToString()))
+            self._called_at = self._loop.time()
+            self._release()
 
-    async def _take_events(
-        self, call: ServiceCall, request: pb.PullRequest, answer: pb.PullResponse
-    ) -> Sequence[bytes]:
-        """Return the frames of batches, and put the statuses of their queues into the answer."""
-        member = self._member
-        before = set[Parcel]() if member.resending else set(member.in_flight.values())
-        frames: Sequence[bytes] = ()
+    async def leave(self) -> bytes:
+        """End in order: the silos save the acknowledgements, and other consumers get the events in flight."""
+        await self._router.attached(ATTACH_S)
+        self._router.close()
+        await asyncio.wait([self._task], timeout=CLOSE_S)
+        return pb.PullResponse(gaps=self._gaps).SerializeToString()
+
+    async def aclose(self) -> None:
+        """End without leaving: its silos wait for its next session, until its session timeout is over."""
+        await end(self._task)
+
+    async def _wait(self, call: ServiceCall, request: pb.PullRequest) -> None:
+        ends = self._loop.time() + pull_wait_s(request.wait_ms / 1000, call.remaining_s())
+        await self._router.attached(ATTACH_S)
+        self._check()
+        self._router.grant(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
         try:
-            self._open(request)
-            await self._wait(call, request.wait_ms / 1000)
-            frames = [frame for frame in member.collect_all() if not is_status(frame)]
+            while not self._batches and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
+                call.check_valid()
+                try:
+                    async with asyncio.timeout(min(left, CHECK_S)):
+                        await self._arrived.wait()
+                except TimeoutError:
+                    continue
+                self._arrived.clear()
+                self._check()
+                if needed_bytes := self._router.progress().needed_bytes:
+                    self._router.grant(0, needed_bytes)
         finally:
-            if self._error is None:  # otherwise the member is not this one's any more
-                self._close()
-                new = [parcel for parcel in member.parcels() if parcel not in before]
-                self._loop.call_later(member.timeout_s if frames else 0, self._take_back, new)
-        if frames:
-            self._add_statuses(answer)
-        return frames
+            await self._router.take_back(RETURN_S)
+        self._check()
 
-    def _open(self, request: pb.PullRequest) -> None:
-        member = self._member
-        member.connected = True
-        member.on_outbox = member.on_notice = self._output_ready.set
-        self._output_ready.clear()
-        self._group.heard(member)
-        self._group.grant(member, request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
-
-    async def _wait(self, call: ServiceCall, wait_s: float) -> None:
-        """Return when there is an event, or the time is over. Meanwhile the consumer counts as heard."""
-        member = self._member
-        ends = self._loop.time() + pull_wait_s(wait_s, call.remaining_s())
-        while not member.outbox and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
-            self._group.heard(member)
-            call.check_valid()
-            try:
-                async with asyncio.timeout(min(left, CHECK_S)):
-                    await self._output_ready.wait()
-            except TimeoutError:
-                continue
-            self._output_ready.clear()
-            self._check_attached()
-            if member.needed_bytes and not member.outbox:
-                self._group.grant(member, 0, member.needed_bytes)
-        await asyncio.sleep(0)  # other queues may have events as well
-        self._check_attached()
-
-    def _check_attached(self) -> None:
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _close(self) -> None:
-        member = self._member
-        member.connected = False
-        member.charge(member.credit_events, member.credit_bytes)
-        member.collect_all()  # has frames only if the call was cancelled: then they are taken back
-        self._group.sent(member)
+    def _answer(self) -> bytes:
+        response = pb.PullResponse(gaps=self._gaps)
+        self._gaps.clear()
+        for queue in sorted({queue for queue, _ in self._batches}):
+            if (link := self._router.link_of(queue)) is not None:
+                response.queues.append(pb.QueueStatus(**link.queues[queue]._asdict()))
+        frames = b"".join([frame for _, frame in self._batches])
+        self._batches.clear()
+        return frames + response.SerializeToString()
 
-    def _add_statuses(self, answer: pb.PullResponse) -> None:
-        """Add the status of each queue of which the consumer holds events."""
-        member = self._member
-        for queue in sorted({key[0] for key in (*member.in_flight, *member.redriven)}):
-            if (status := self._group.status(member, queue)) is not None:
-                epoch, generation, assigned = status
-                answer.queues.add(
-                    queue=queue, state=QueueState.SERVED, epoch=epoch, generation=generation, assigned=assigned
-                )
+    def _release(self) -> None:
+        """Give back the batches of a call that was cancelled."""
+        for queue, frame in self._batches:
+            link = self._router.link_of(queue)
+            if link is not None:
+                report = pb.QueueReport(queue=queue, epoch=link.queues[queue].epoch)
+                report.generation = link.queues[queue].generation
+                [delivered], _ = split(frame)
+                index = delivered.indexes[0] if delivered.indexes else 0
+                report.released.add(offset=delivered.batch.offset, index=index)
+                self._released.setdefault(link, []).append(report)
+                link.wake()
+        self._batches.clear()
 
-    def _take_back(self, parcels: Sequence[Parcel]) -> None:
-        if self._error is not None:
-            return
-        for parcel in parcels:
-            if parcel in parcel.delivery.parcels:
-                parcel.delivery.parcels.take_back(parcel)
+    async def _run(self) -> None:
+        """Keep the sessions until the consumer has not called for its session timeout."""
+        routing = self._loop.create_task(self._router.run(), name="headrace routes of a consumer that pulls")
+        try:
+            while not routing.done():
+                await asyncio.wait([routing], timeout=CHECK_S)
+                if not self._is_waiting and self._loop.time() - self._called_at > self._timeout_s:
+                    self._give_up()
+                    await asyncio.wait([routing])
+            self._error = Unavailable("the consumer left: pull again to come back")
+            routing.result()
+        except HeadraceError as error:
+            self._error = error
+            log.info("the sessions of consumer %r, which pulls, have ended: %s", self._opening.consumer, error)
+        finally:
+            await end(routing)
+            self._arrived.set()
+            self._on_end()
+
+    def _give_up(self) -> None:
+        opening = self._opening
+        log.warning(
+            "subscription %r: nothing was heard from consumer %r for %.1f s",
+            opening.subscription, opening.consumer, self._timeout_s,
+        )  # fmt: skip
+        self._router.close()
+
+    # ---- sessions with owners ----------------------------------------------------------------------------------------
+
+    def open(self) -> pb.Open:
+        opening = pb.Open()
+        opening.CopyFrom(self._opening)
+        return opening
+
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None: ...
+
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
+        if status.state == ENDED:
+            self._batches = [(queue, frame) for queue, frame in self._batches if queue != status.queue]
+
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
+        released = self._released.pop(link, None)
+        return pb.SubscribeRequest(reports=released) if released else None
+
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+        found = map(element_frame, elements(frames, BATCHES)[0])
+        self._batches += zip([each.queue for each in delivered], found, strict=True)
+        self._arrived.set()
+
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+        self._gaps.extend(response.gaps)
+        self._arrived.set()
+
+    def ended(self, link: SiloLink) -> None:
+        self._released.pop(link, None)
+        self._arrived.set()

@@ -28,9 +28,9 @@ from headrace.client.unconfirmed import UnconfirmedAcknowledgements
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.silo.gateway import ClusterGateways, GatewaySession
-from headrace.silo.gateway_pulls import PullingGateway
 from headrace.silo.services import consumer_session
 from headrace.silo.services.consumer_session import ConsumerSession
+from headrace.silo.services.pulling import PullingConsumer
 from headrace.store.rows import position_token
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
 from headrace.streams.subscriptions import Checkpoint, Mode
@@ -432,13 +432,13 @@ def the_time_of_leases_is_not_checked(stack: ExitStack) -> None:
 
 def pulled_events_are_kept_for_ever(stack: ExitStack) -> None:
     """Events that were pulled and not acknowledged stay in flight, and a consumer that does not call any more stays."""
-    begin = PullingGateway.__init__
+    begin = PullingConsumer.__init__
 
     def begin_without_timeout(pulling: Any, *args: Any) -> None:
         begin(pulling, *args)
         pulling._timeout_s = 1e9
 
-    stack.enter_context(patch.object(PullingGateway, "__init__", begin_without_timeout))
+    stack.enter_context(patch.object(PullingConsumer, "__init__", begin_without_timeout))
 
 
 def handled_before_the_handler_ends(stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupporte
 from headrace.client.consuming_client import ConsumingClient
 from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.silo.consumer_groups import ConsumerGroups
-from headrace.silo.local import InProcessStreamCall, InProcessTransport
+from headrace.silo.in_process import InProcessStreamCall, InProcessTransport
 from headrace.silo.options import ProviderOptions
 from headrace.silo.services.consumer import ConsumerService
 from headrace.silo.services.subscriptions import SubscriptionService

@@ -188,7 +188,7 @@ async def test_small_parcels_count_with_their_objects() -> None:
         while consumer.member.sending_bytes:
             circle.group.sent(consumer.member)
             await circle.rest()
-            consumer.member.collect_all()
+            consumer.member.collect()
         assert len(consumer.member.in_flight) == 400
         assert budget.held == 0
 

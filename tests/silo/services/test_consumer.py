@@ -1104,6 +1104,16 @@ async def test_pulled_events_that_are_not_acknowledged_come_again(caller: Caller
     assert [(event.payload, event.attempt) for event in again] == [(b"1", 2)]
 
 
+async def test_each_pull_has_its_own_session_timeout(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/a", b"0"))
+    assert [event.payload for event in await pull_events(caller, session_timeout_ms=600_000)] == [b"0"]
+    await caller.publish(batch("n/b", b"1"))
+    for attempt in (1, 2):
+        events = await pull_events(caller, session_timeout_ms=SHORT_MS)
+        assert [(event.payload, event.attempt) for event in events] == [(b"1", attempt)]
+
+
 async def test_a_consumer_that_pulls_may_leave(caller: Caller, caplog: pytest.LogCaptureFixture) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/a", b"0"), batch("n/b", b"1"))

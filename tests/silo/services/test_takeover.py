@@ -7,7 +7,7 @@ from headrace import Fenced, Provider, StreamId
 from headrace.agents import Group
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumer_groups import ConsumerGroups
-from headrace.silo.local import InProcessCall
+from headrace.silo.in_process import InProcessCall
 from headrace.silo.services.consumer import ConsumerService
 from headrace.silo.services.visible import VisibleBounds
 from headrace.streams.frames import split
