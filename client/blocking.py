@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Generic, ParamSpec, Self, TypeVar, Unpack, cast
 
 from ..streams.arguments import check_call, check_methods, check_options
+from ..streams.codecs import Publishable
 from ..streams.errors import Closed, InvalidArgument
-from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.publishing import ProducerSequence, Receipt
 from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
@@ -145,7 +145,7 @@ class SyncStream:
     @check_call
     def publish(
         self,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
@@ -200,7 +200,7 @@ class SyncClient:
     def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
@@ -208,7 +208,7 @@ class SyncClient:
         return self._call(self._client.publish, stream, events, delay=delay, priority=priority)
 
     def publish_many(
-        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+        self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:
         return self._call(self._client.publish_many, items, sequence=sequence)
 

@@ -96,10 +96,11 @@ class SyncBatch:
         delay: timedelta | None = None,
         event: Event | SequenceToken | None = None,
         unavailable: bool = False,
+        invalid: bool = False,
     ) -> None:
         """Reject this event, or all events that are not acknowledged. They are delivered again: see
         `ReceivedBatch.nack`."""
-        self._call(self._batch.nack, reason, delay=delay, event=event, unavailable=unavailable)
+        self._call(self._batch.nack, reason, delay=delay, event=event, unavailable=unavailable, invalid=invalid)
 
 
 class SyncPulled(Sequence[SyncBatch]):

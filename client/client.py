@@ -16,8 +16,9 @@ from typing import NoReturn, Self, cast
 
 from ..proto.v1 import publisher_pb2 as pb
 from ..streams.arguments import check_call, check_flag, check_methods, check_seconds, check_text, refused
+from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument, PayloadTooLarge
-from ..streams.events import Event, EventBatch
+from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.publishing import (
     MAX_REQUEST_BATCHES,
@@ -67,6 +68,7 @@ class Client(ConsumingClient):
         connect_timeout_s: float = 10.0,
         timeout_s: float = 30.0,
         linger_s: float = 0.0,
+        codec: CodecOption | None = None,
     ) -> None:
         """`address` is host:port, or several with commas between: when one does not answer, the next is tried. `tls` is
         True, or a `Tls` with certificates. A token is sent over an unencrypted connection only within this machine, or
@@ -75,6 +77,9 @@ class Client(ConsumingClient):
 
         `connect_timeout_s` is for opening, `timeout_s` for every call afterwards, in seconds. `linger_s` is how long a
         request waits for more events, in seconds. With 0 it has the events published in one turn of the loop.
+
+        `codec` encodes published values, and decodes them for handlers: "json", which is the default, "msgpack", the
+        "module:name" of a `Codec`, or a `Codec`; or a mapping from namespaces to these, with "*" for other namespaces.
 
         Raises InvalidArgument.
         """
@@ -91,7 +96,7 @@ class Client(ConsumingClient):
         check_seconds("linger_s", linger_s)
         grpc = GrpcTransport(address, token=token, tls=tls, insecure=insecure)
         self._transport = NativeTransport(grpc, direct=direct)
-        super().__init__(self._transport, provider, timeout_s)
+        super().__init__(self._transport, provider, timeout_s, Codecs(codec))
         self._connect_timeout_s = connect_timeout_s
         self._publishing = PublishPipeline(self._transport, provider, timeout_s=timeout_s, linger_s=linger_s)
 
@@ -135,7 +140,7 @@ class Client(ConsumingClient):
     async def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
@@ -155,12 +160,12 @@ class Client(ConsumingClient):
         if type(events) is bytes and delay is None and priority is None:
             batches = [EventBatch.of(stream, [events])]
         else:
-            batches = encoded(stream, scheduled(listed(events), delay, priority))
+            batches = encoded(stream, scheduled(listed(stream, events, self.codecs), delay, priority))
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
     async def publish_many(
-        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+        self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:
         """Publish to several streams at once, in order within each stream. Return one receipt per stored batch.
 
@@ -170,7 +175,7 @@ class Client(ConsumingClient):
         if sequence is not None:
             check_sequence(sequence)
             check_producer(sequence.producer)
-        by_stream = grouped(items)
+        by_stream = grouped(items, self.codecs)
         if sequence is not None:
             batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
             return await self._publish_once(batches, sequence)

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.arguments import check_flag, check_integer, check_options, check_seconds, check_text
+from ..streams.codecs import Codecs, P
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
 from ..streams.handlers import (
     CONCURRENCY,
@@ -21,13 +22,15 @@ from ..streams.handlers import (
     EventHandler,
     Handler,
     Observer,
+    PayloadHandler,
     check_effects,
     check_no_handler_options,
+    handler_with_transaction,
 )
 from ..streams.identity import StreamId
 from ..streams.openings import ConsumerOpening, HandlerOpening
 from ..streams.subscriptions import Mode, Selector, check_consumer
-from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
+from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects, PayloadEffectHandler
 from .consumer import Consumer
 from .handler_effects import HandlerWithEffects
 from .held_account import check_origin
@@ -55,8 +58,9 @@ MAX_PULL_S = 24 * 3600
 class ConsumingClient(ManagementClient):
     """The calls of a client that consume events."""
 
-    def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
+    def __init__(self, connection: Transport, provider: str, timeout_s: float, codecs: Codecs | None = None) -> None:
         super().__init__(connection, provider, timeout_s)
+        self.codecs = codecs or Codecs()
         self._attached = WeakSet[Consumer | RemoteSubscription]()
         self._pulling = set[tuple[str, str]]()
         """Subscription and consumer of each `pull`: these consumers leave when the client is closed."""
@@ -66,7 +70,7 @@ class ConsumingClient(ManagementClient):
         self,
         name: str,
         selector: str | StreamId | None,
-        handler: EventHandler | Observer | BatchObserver,
+        handler: EventHandler | PayloadHandler[P] | Observer | BatchObserver,
         *,
         batch: Literal[False] = False,
         **options: Unpack[RemoteHandlerOptions],
@@ -86,7 +90,7 @@ class ConsumingClient(ManagementClient):
         self,
         name: str,
         selector: str | StreamId | None,
-        handler: EventEffectHandler[_T],
+        handler: EventEffectHandler[_T] | PayloadEffectHandler[P, _T],
         *,
         batch: Literal[False] = False,
         effects: HandlerEffects[_T],
@@ -159,13 +163,14 @@ class ConsumingClient(ManagementClient):
         plan = plan_of("client.subscribe", name, chosen, of_consumer)
         batch, effects = options.get("batch", False), options.get("effects")
         if effects is None:
-            handled = Handler.of(handler, batch=batch)
+            handled = Handler.of(handler, batch=batch, codecs=self.codecs)
         else:
             check_flag("batch", batch)
             check_effects(effects, handler, batch=batch)
             if plan.definition is not None and plan.definition.mode is Mode.BROADCAST:
                 raise NotSupported(f"subscription {name!r} has mode broadcast: effects are for other modes")
-            handled = HandlerWithEffects(effects, cast("Any", handler), batch=batch)
+            with_transaction = handler_with_transaction(handler, self.codecs, batch=batch)
+            handled = HandlerWithEffects(effects, with_transaction, batch=batch)
         concurrency = check_integer("concurrency", options.get("concurrency", CONCURRENCY), 1)
         return HandlerOpening(cast("Any", self._open_subscription(plan, handled, concurrency)), "client", name)
 

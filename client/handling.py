@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from ..streams.errors import Closed, Unavailable
+from ..streams.errors import Closed, PayloadInvalid, Unavailable
 from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
@@ -157,10 +157,10 @@ class RemoteHandling:
         if len(self._failing) == MAX_FAILING:
             self._failing.clear()
         self._failing[batch.stream] = token
-        unavailable = isinstance(error, (Unavailable, RedriveRefused))
+        unavailable, invalid = isinstance(error, (Unavailable, RedriveRefused)), isinstance(error, PayloadInvalid)
         reason = str(error) if isinstance(error, RedriveRefused) else described(error)
-        batch.holder.reject(batch, place, reason, None, unavailable)
-        if attempt >= self._attempts() and not unavailable:
+        batch.holder.reject(batch, place, reason, None, unavailable=unavailable, invalid=invalid)
+        if (attempt >= self._attempts() or invalid) and not unavailable:
             if len(self._exhausted) == MAX_FAILING:
                 self._exhausted.clear()
             self._exhausted[batch.stream] = batch.attempt

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict
 
+from ..streams.codecs import CodecOption
 from ..streams.options import DefinitionOptions, HandlerOptions
 from ..streams.subscriptions import GapRecord, Mode
 
@@ -35,6 +36,7 @@ class ClientOptions(TypedDict, total=False):
     connect_timeout_s: float
     timeout_s: float
     linger_s: float
+    codec: CodecOption | None
 
 
 class ConsumerOptions(DefinitionOptions, total=False):

@@ -30,6 +30,7 @@ class RejectedEvents(NamedTuple):
     delay_ms: int | None
     unavailable: bool
     redriven: bool
+    invalid: bool = False
 
 
 class DeferredRejections:
@@ -282,7 +283,7 @@ class PendingResults:
         for each in rejections:
             report.rejections.add(
                 offset=each.offset, index=each.first, count=each.end - each.first, reason=each.reason,
-                delay_ms=each.delay_ms, unavailable=each.unavailable,
+                delay_ms=each.delay_ms, unavailable=each.unavailable, invalid=each.invalid,
             )  # fmt: skip
         for _, offset, first in released:
             report.released.add(offset=offset, index=first)

@@ -255,7 +255,14 @@ class QueueHoldings:
         self.acknowledge_some(batch, 0, last)
 
     def reject(
-        self, batch: ReceivedBatch, place: int | None, reason: str, delay: timedelta | None, unavailable: bool = False
+        self,
+        batch: ReceivedBatch,
+        place: int | None,
+        reason: str,
+        delay: timedelta | None,
+        *,
+        unavailable: bool = False,
+        invalid: bool = False,
     ) -> None:
         """Reject one event, or all that are left of the batch together."""
         delay_ms = None if delay is None else _milliseconds(delay)
@@ -268,8 +275,9 @@ class QueueHoldings:
         last = batch.current if first < batch.current else batch.count
         end = indexes[first if place is not None else last - 1] + 1
         rejected = RejectedEvents(
-            batch.stream, batch.offset, indexes[first], end, reason[:MAX_REASON], delay_ms, unavailable, batch.redriven
-        )
+            batch.stream, batch.offset, indexes[first], end, reason[:MAX_REASON], delay_ms,
+            unavailable=unavailable, redriven=batch.redriven, invalid=invalid,
+        )  # fmt: skip
         if first < batch.current:
             self.results.reject(rejected)
             self._send()

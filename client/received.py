@@ -60,7 +60,14 @@ class BatchHolder(Protocol):
     def acknowledge_until(self, batch: ReceivedBatch, last: int) -> None: ...
 
     def reject(
-        self, batch: ReceivedBatch, place: int | None, reason: str, delay: timedelta | None, unavailable: bool = False
+        self,
+        batch: ReceivedBatch,
+        place: int | None,
+        reason: str,
+        delay: timedelta | None,
+        *,
+        unavailable: bool = False,
+        invalid: bool = False,
     ) -> None: ...
 
 
@@ -149,6 +156,7 @@ class ReceivedBatch(EventBatch):
         delay: timedelta | None = None,
         event: Event | SequenceToken | None = None,
         unavailable: bool = False,
+        invalid: bool = False,
     ) -> Awaitable[None]:
         """Reject this event, or all events that are not acknowledged together. They are delivered again after `delay`;
         without it, as the subscription's retry policy says. Later events of their stream are delivered after them, also
@@ -158,10 +166,12 @@ class ReceivedBatch(EventBatch):
 
         Give `unavailable` if a dependency is down and the events are not to blame: the rejection does not count as an
         attempt, and the events are delivered again until they succeed. A dead letter that is redriven stays one then,
-        and keeps the reason of its failure.
+        and keeps the reason of its failure. Give `invalid` if the payload cannot be decoded: `on_failure` then applies
+        at once.
         """
         _check_rejection(reason, delay)
-        self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
+        place = None if event is None else self._place(event)
+        self.holder.reject(self, place, reason, delay, unavailable=unavailable, invalid=invalid)
         return TURN if self.holder.account.is_congested else DONE
 
     def effects(self, database: Effects | AsyncEngine | AsyncConnection) -> AbstractAsyncContextManager[Transaction]:

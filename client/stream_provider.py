@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack, overload
 
-from ..streams.events import Event
-from ..streams.handlers import CONCURRENCY, BatchHandler, BatchObserver, EventHandler, Observer
+from ..streams.codecs import P, Publishable
+from ..streams.handlers import CONCURRENCY, BatchHandler, BatchObserver, EventHandler, Observer, PayloadHandler
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.openings import ConsumerOpening
 from ..streams.states import SubscriptionState
@@ -88,14 +88,14 @@ class StreamProvider(SubscriptionAdministration, Protocol):
     async def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> SequenceToken: ...
 
     async def publish_many(
-        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+        self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]: ...
 
     async def last_sequence(self, producer: str) -> int: ...
@@ -107,7 +107,7 @@ class StreamProvider(SubscriptionAdministration, Protocol):
         self,
         name: str,
         selector: str | StreamId | None,
-        handler: EventHandler | Observer | BatchObserver,
+        handler: EventHandler | PayloadHandler[P] | Observer | BatchObserver,
         *,
         batch: Literal[False] = False,
         start: Start | str | None = None,
@@ -178,14 +178,14 @@ class SyncStreamProvider(Protocol):
     def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> SequenceToken: ...
 
     def publish_many(
-        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+        self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]: ...
 
     def last_sequence(self, producer: str) -> int: ...

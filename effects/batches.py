@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from ..streams.errors import Closed, InvalidArgument, Unavailable
+from ..streams.errors import Closed, InvalidArgument, PayloadInvalid, Unavailable
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
@@ -35,7 +35,7 @@ class BatchToApply(Protocol):
 
     def ack(self) -> Awaitable[None]: ...
 
-    def nack(self, reason: str = "", *, unavailable: bool = False) -> Awaitable[None]: ...
+    def nack(self, reason: str = "", *, unavailable: bool = False, invalid: bool = False) -> Awaitable[None]: ...
 
 
 @asynccontextmanager
@@ -102,4 +102,4 @@ async def _reject(scoped: EffectsInScope, batch: BatchToApply, events: Sequence[
             await scoped.failed(events)  # the silo may give up on them
         except Unavailable:
             outage = True
-    await batch.nack(described(error), unavailable=outage)
+    await batch.nack(described(error), unavailable=outage, invalid=isinstance(error, PayloadInvalid))

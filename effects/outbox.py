@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
 from ..streams.arguments import check_text
+from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument
-from ..streams.events import Event
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LANES = 16
 """Number of lanes of a provider. It is fixed: a stream must stay in its lane."""
 
-Events = bytes | Event | Iterable[bytes | Event]
+Events = Publishable | Iterable[Publishable]
 OutboxRow = Mapping[str, Any]
 
 _COLUMNS = ("provider", "lane", "stream", "events", "batch", "written_at_us")
@@ -76,12 +76,18 @@ def lane_of(stream: StreamId) -> int:
 
 
 def rows_of(
-    provider: str, stream: StreamId, events: Events, delay: timedelta | None = None, priority: int | None = None
+    provider: str,
+    stream: StreamId,
+    events: Events,
+    codecs: Codecs,
+    *,
+    delay: timedelta | None = None,
+    priority: int | None = None,
 ) -> list[OutboxRow]:
     """Return the rows of the outbox for events of one stream. Raises InvalidArgument, PayloadTooLarge."""
     check_stream(stream)
     common = {"provider": provider, "lane": lane_of(stream), "stream": key_of(stream), "written_at_us": now_us()}
-    batches = encoded(stream, scheduled(listed(events), delay, priority))
+    batches = encoded(stream, scheduled(listed(stream, events, codecs), delay, priority))
     return [{**common, "events": batch.count, "batch": batch.encoded} for batch in batches]
 
 
@@ -94,8 +100,10 @@ class Outbox:
     """Publishes in transactions of the user's database, to the provider with this name. It needs no provider in this
     process: a silo with the option `outbox` moves the events."""
 
-    def __init__(self, provider: str = "default") -> None:
+    def __init__(self, provider: str = "default", *, codec: CodecOption | None = None) -> None:
+        """`codec` encodes values, as that of a client: see `Client`. Raises InvalidArgument."""
         self.provider = check_text("provider", provider)
+        self._codecs = Codecs(codec)
 
     @overload
     def publish(
@@ -139,7 +147,7 @@ class Outbox:
         Raises InvalidArgument for other objects, for wrong events, and for a connection that commits each statement;
         PayloadTooLarge.
         """
-        rows = rows_of(self.provider, stream, events, delay, priority)
+        rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
         if isinstance(connection, AsyncSession):
             connection = connection.sync_session
         if isinstance(connection, Session):

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Executable, Result
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from ..streams.codecs import Codecs
 from ..streams.errors import NotSupported
 from ..streams.events import Event
 from ..streams.identity import StreamId
@@ -92,11 +93,13 @@ class Transaction:
         priority: int | None = None,
     ) -> None:
         """Publish to one stream when this transaction commits, through the outbox of the database. `provider` is the
-        name of the provider; None: the one of the handler. A silo with the option `outbox` moves the events.
+        name of the provider; None: the one of the handler. A silo with the option `outbox` moves the events. Values are
+        encoded as JSON: for another codec, use an `Outbox`.
 
         Raises InvalidArgument, PayloadTooLarge.
         """
-        await self._opened.call(insert, rows_of(provider or self._provider, stream, events, delay, priority))
+        rows = rows_of(provider or self._provider, stream, events, Codecs(), delay=delay, priority=priority)
+        await self._opened.call(insert, rows)
 
     @property
     def connection(self) -> AsyncConnection:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from headrace.silo.options import ProviderOptions as ProviderOptions
     from headrace.silo.provider import Provider as Provider
     from headrace.silo.views import ProviderStatistics as ProviderStatistics
+    from headrace.streams.codecs import Codec as Codec
+    from headrace.streams.codecs import JsonCodec as JsonCodec
+    from headrace.streams.codecs import MsgpackCodec as MsgpackCodec
     from headrace.streams.errors import Busy as Busy
     from headrace.streams.errors import Closed as Closed
     from headrace.streams.errors import CorruptRecord as CorruptRecord
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from headrace.streams.errors import LimitExceeded as LimitExceeded
     from headrace.streams.errors import NotFound as NotFound
     from headrace.streams.errors import NotSupported as NotSupported
+    from headrace.streams.errors import PayloadInvalid as PayloadInvalid
     from headrace.streams.errors import PayloadTooLarge as PayloadTooLarge
     from headrace.streams.errors import PermissionDenied as PermissionDenied
     from headrace.streams.errors import QueueFull as QueueFull
@@ -91,11 +95,12 @@ _NAMES = {
     "headrace.silo.options": ("CacheOptions", "ProviderOptions"),
     "headrace.silo.provider": ("Provider",),
     "headrace.silo.views": ("ProviderStatistics",),
+    "headrace.streams.codecs": ("Codec", "JsonCodec", "MsgpackCodec"),
     "headrace.streams.errors": (
         "Busy", "Closed", "CorruptRecord", "DataDirectoryError", "DefinitionConflict", "Fenced",
-        "HeadraceError", "InvalidArgument", "LimitExceeded", "NotFound", "NotSupported", "PayloadTooLarge",
-        "PermissionDenied", "QueueFull", "SequenceConflict", "StorageError", "StorageFull", "Unauthenticated",
-        "Unavailable",
+        "HeadraceError", "InvalidArgument", "LimitExceeded", "NotFound", "NotSupported", "PayloadInvalid",
+        "PayloadTooLarge", "PermissionDenied", "QueueFull", "SequenceConflict", "StorageError", "StorageFull",
+        "Unauthenticated", "Unavailable",
     ),
     "headrace.streams.events": ("Event", "EventBatch"),
     "headrace.streams.handlers": ("BatchObserver", "Observer", "subscription"),

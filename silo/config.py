@@ -84,6 +84,10 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """URL of a database whose outbox is moved into the queues: postgresql://USER:PASSWORD@HOST/DATABASE, or
     sqlite:///FILE. None: none is."""
 
+    codec: str | dict[str, str] | None = None
+    """How handlers decode payloads: "json", which is the default, "msgpack", or the "module:name" of a `Codec`; or a
+    table of these by namespace, with "*" for other namespaces."""
+
     def __post_init__(self) -> None:
         check_delays(self.delays)
 
@@ -97,6 +101,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             detach_after_s=self.detach_after_s,
             delays=self.delays,
             outbox=self.outbox,
+            codec=self.codec,
         )
 
 

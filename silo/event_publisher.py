@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 
 from ..adapters import ProducerSequence, Receipt
+from ..streams.codecs import Codecs, Publishable
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
@@ -38,6 +39,7 @@ class EventPublisher(QueuePositions):
         decorated = parts.delays is not None and parts.options.delays is None
         self._can_delay = parts.adapter.capabilities.delay and not decorated
         self._publishing = PendingPublishes()
+        self.codecs = Codecs(parts.options.codec)
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
         """A handle on a stream, by namespace and key or by id."""
@@ -50,7 +52,7 @@ class EventPublisher(QueuePositions):
     async def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
@@ -66,7 +68,8 @@ class EventPublisher(QueuePositions):
                 self.published_bytes += len(batch.encoded)
             else:
                 queue = self.queue_of(stream)
-                batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
+                listed_events = listed(stream, events, self.codecs)
+                batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed_events, delay, priority))]
                 receipts = await self.adapter.enqueue(batches)
                 self._count(batches)
         finally:
@@ -76,7 +79,7 @@ class EventPublisher(QueuePositions):
         return token
 
     async def publish_many(
-        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+        self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:
         """Publish to several streams at once, in order within each. One receipt per stored batch.
 
@@ -85,7 +88,7 @@ class EventPublisher(QueuePositions):
         if sequence is not None:
             check_sequence(sequence)
             check_producer(sequence.producer)
-        by_stream = grouped(items)
+        by_stream = grouped(items, self.codecs)
         batches = [
             (self.queue_of(stream), batch)
             for stream, events in by_stream.items()

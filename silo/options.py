@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from ..agents import CacheLimits
 from ..balancer.mapper import MAX_QUEUES
 from ..streams.arguments import check_constructor, check_instance, check_integer, check_seconds, check_text, refused
+from ..streams.codecs import CodecOption, Codecs
 from ..streams.delays import check_delays
 
 DEFAULT_ADAPTER = "log"
@@ -51,6 +52,10 @@ class ProviderOptions:
     outbox: str | None = None
     """URL of a database whose outbox is moved into the queues. None: none is."""
 
+    codec: CodecOption | None = None
+    """Encodes published values, and decodes them for handlers: "json", which is the default, "msgpack", the
+    "module:name" of a `Codec`, or a `Codec`; or a mapping from namespaces to these, with "*" for other namespaces."""
+
     def __post_init__(self) -> None:
         check_text("name", self.name)
         if self.adapter is not None:
@@ -66,6 +71,7 @@ class ProviderOptions:
         check_delays(self.delays)
         if self.outbox is not None:
             check_text("outbox", self.outbox)
+        Codecs(self.codec)
 
 
 class ProviderKeywords(TypedDict, total=False):
@@ -79,3 +85,4 @@ class ProviderKeywords(TypedDict, total=False):
     detach_after_s: float
     delays: str | None
     outbox: str | None
+    codec: CodecOption | None

@@ -8,7 +8,7 @@ async with Provider.open("data") as provider:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
@@ -19,6 +19,7 @@ from ..agents import EffectsService, HandlerService
 from ..client.options import ConsumerOptions
 from ..client.stream_provider import HandledSubscription, StreamProvider
 from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
+from ..streams.codecs import Codecs, P
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.handlers import (
     LOCAL_HANDLER_OPTIONS,
@@ -28,16 +29,18 @@ from ..streams.handlers import (
     EventHandler,
     Handler,
     Observer,
+    PayloadHandler,
     SubscriptionDeclaration,
     check_no_definition_options,
     check_no_handler_options,
+    handler_with_transaction,
 )
 from ..streams.identity import StreamId
 from ..streams.openings import ConsumerOpening, HandlerOpening
 from ..streams.options import LocalHandlerOptions
 from ..streams.states import SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Mode, Selector, Start, SubscriptionDefinition
-from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
+from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects, PayloadEffectHandler
 from .lost_positions import forget_lost_positions
 from .opening import ProviderParts, open_parts
 from .options import ProviderKeywords, ProviderOptions
@@ -136,7 +139,7 @@ class Provider(ProviderCore):
         self,
         name: str,
         selector: str | StreamId | None,
-        handler: EventHandler | Observer | BatchObserver,
+        handler: EventHandler | PayloadHandler[P] | Observer | BatchObserver,
         *,
         batch: Literal[False] = False,
         **options: Unpack[LocalHandlerOptions],
@@ -156,7 +159,7 @@ class Provider(ProviderCore):
         self,
         name: str,
         selector: str | StreamId | None,
-        handler: EventEffectHandler[_T],
+        handler: EventEffectHandler[_T] | PayloadEffectHandler[P, _T],
         *,
         batch: Literal[False] = False,
         effects: HandlerEffects[_T],
@@ -261,7 +264,7 @@ class Provider(ProviderCore):
                 f"subscription {declared.definition.name!r}: effects need one queue for each stream, and any queue of "
                 f"provider {self.name!r} may have events of a stream; declare how its producers choose the queue"
             )
-        await self.serve(declared.definition, await _service(declared, self._parts.origin))
+        await self.serve(declared.definition, await _service(declared, self._parts.origin, self.codecs))
         return LocalSubscription(self, declared)
 
     async def caught_up(self, name: str) -> None:
@@ -341,14 +344,14 @@ async def _open_consumer(provider: Provider, plan: ConsumerPlan) -> Consumer:
     return await (await provider.local_consumer()).open_consumer(plan)
 
 
-async def _service(declared: SubscriptionDeclaration, origin: str) -> HandlerService:
+async def _service(declared: SubscriptionDeclaration, origin: str, codecs: Codecs) -> HandlerService:
     """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
     if declared.effects is None:
-        handler = Handler.of(declared.handler, batch=declared.batch)
+        handler = Handler.of(declared.handler, batch=declared.batch, codecs=codecs)
         return HandlerService(handler, declared.filter, declared.concurrency)
     declared.check_handler()
     await declared.effects.check()
-    handler = cast("Callable[[Any, Any], Awaitable[None]]", declared.handler)
+    handler = handler_with_transaction(declared.handler, codecs, batch=declared.batch)
     return EffectsService(
         handler,
         declared.filter,

@@ -5,7 +5,8 @@ silo (`error_of`).
 
 HeadraceError
 ├── InvalidArgument        bad input: the message names the input and the accepted values (also a ValueError)
-│   └── PayloadTooLarge    an event or batch above the adapter's limit
+│   ├── PayloadTooLarge    an event or batch above the adapter's limit
+│   └── PayloadInvalid     a payload cannot be encoded or decoded; raised by a handler: the event is given up on
 ├── NotSupported           an option that this adapter or mode cannot honour, refused when it is given
 ├── NotFound               no such subscription, dead letter, provider or adapter
 ├── DefinitionConflict     the name exists with another definition
@@ -89,6 +90,13 @@ class PayloadTooLarge(InvalidArgument):
         self.size: int | None = size
         """`size` and `limit` are None if a silo raised the error; its message has them."""
         self.limit: int | None = limit
+
+
+class PayloadInvalid(InvalidArgument):
+    """A payload cannot be encoded, or is not of the type that its handler takes. A handler that raises it is not tried
+    again with this event: what `on_failure` says happens at once."""
+
+    code = "payload_invalid"
 
 
 class NotSupported(HeadraceError):

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack, overload, runtime_checkable
 
 from .arguments import check_flag, check_integer, check_options, check_text, refused, shown
+from .codecs import Codecs, P, name_of
 from .errors import InvalidArgument, NotSupported
 from .events import Event, EventBatch
 from .identity import StreamId
 from .options import EventFilter, LocalHandlerOptions
+from .payload_handlers import PayloadArgument, payload_argument
 from .subscriptions import Selector, Start, SubscriptionDefinition
-from .transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
+from .transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects, PayloadEffectHandler
 
 CONCURRENCY = 2000
 """Default number of handlers that run at a time: of a queue in a silo, of a subscription in a client. One that waits
@@ -26,6 +28,8 @@ LOCAL_HANDLER_OPTIONS = ("filter", "effects", *HANDLER_OPTIONS)
 
 EventHandler = Callable[[Event], Awaitable[None]]
 BatchHandler = Callable[[EventBatch], Awaitable[None]]
+PayloadHandler = Callable[[P], Awaitable[None]] | Callable[[P, Event], Awaitable[None]]
+"""Takes the value of a payload, and perhaps the event."""
 
 
 @runtime_checkable
@@ -46,7 +50,7 @@ class BatchObserver(Protocol):
     async def on_next_batch(self, batch: EventBatch, /) -> None: ...
 
 
-AnyHandler = EventHandler | BatchHandler | Observer | BatchObserver | Callable[[Any, Any], Awaitable[None]]
+AnyHandler = EventHandler | BatchHandler | Observer | BatchObserver | Callable[..., Awaitable[None]]
 
 
 class Handler(NamedTuple):
@@ -60,11 +64,14 @@ class Handler(NamedTuple):
     """Called with a dead letter that is delivered once more. None: like any other event."""
 
     @classmethod
-    def of(cls, handler: Any, *, batch: bool) -> Handler:
-        """Return the form of the user's handler, an async function of one argument or an observer.
+    def of(cls, handler: Any, *, batch: bool, codecs: Codecs | None = None) -> Handler:
+        """Return the form of the user's handler, an async function or an observer.
 
-        Raises InvalidArgument for anything else. A function must take one argument: a batch if `batch` is set, else an
-        event. The annotation of the argument decides which of them it takes, or else its name.
+        A function takes a batch if `batch` is set. Otherwise it takes an event, or the value of its payload, decoded by
+        `codecs`, and then perhaps the event. The annotation of its first argument decides, or else its name.
+
+        Raises InvalidArgument for anything else, and for a type that `codecs` cannot decode. None: this is not checked,
+        and the handler must not be called.
         """
         check_flag("batch", batch)
         if isinstance(handler, type):
@@ -75,7 +82,7 @@ class Handler(NamedTuple):
         if on_next := _method(handler, "on_next", "event"):
             if batch:
                 raise InvalidArgument("batch=True is for a function: an observer of batches has on_next_batch")
-            return cls(on_next, None, *optional)
+            return cls(_of_events(on_next, f"{type(handler).__name__}.on_next", codecs), None, *optional)
         if inspect.isfunction(handler) and not _is_async(handler):
             raise InvalidArgument(f"handler {handler.__name__} is a plain function: write async def {handler.__name__}")
         if not _is_async(handler):
@@ -83,8 +90,36 @@ class Handler(NamedTuple):
                 "a handler is an async function or an object with an async on_next or on_next_batch, not "
                 f"{shown(handler)}"
             )
-        _check_function(handler, "batch" if batch else "event")
-        return cls(None, handler, None, None) if batch else cls(handler, None, None, None)
+        if batch:
+            _check_function(handler, "batch")
+            return cls(None, handler, None, None)
+        name = getattr(handler, "__name__", type(handler).__name__)
+        if _payload_argument(handler, name) is None:
+            _check_function(handler, "event")
+        return cls(_of_events(handler, name, codecs), None, None, None)
+
+
+def _of_events(handler: Any, name: str, codecs: Codecs | None) -> EventHandler:
+    """Return a handler of events that calls `handler` with the value that it takes."""
+    payload = _payload_argument(handler, name)
+    return handler if payload is None or codecs is None else payload.decoding(handler, codecs)
+
+
+def _payload_argument(handler: Any, name: str, transactions: int = 0) -> PayloadArgument | None:
+    try:
+        signature = _signature(handler)
+    except (TypeError, ValueError):
+        return None  # functions in C may have no signature
+    return payload_argument(signature, name, transactions)
+
+
+def handler_with_transaction(handler: Any, codecs: Codecs, *, batch: bool) -> Callable[[Any, Any], Awaitable[None]]:
+    """Return a handler of events, or with `batch` of batches, and of a transaction. `check_effects` accepted `handler`.
+    It may take the value of a payload instead of the event, decoded by `codecs`.
+
+    Raises InvalidArgument for a type that they cannot decode."""
+    payload = None if batch else _payload_argument(handler, "handler", 1)
+    return handler if payload is None else payload.decoding(handler, codecs)
 
 
 def check_effects(effects: object, handler: Any, *, batch: bool) -> None:
@@ -100,7 +135,8 @@ def check_effects(effects: object, handler: Any, *, batch: bool) -> None:
         raise InvalidArgument(
             f"with effects, a handler is an async function: write async def handler({kind}, tx), not {shown(handler)}"
         )
-    _check_function(handler, kind, "tx")
+    if batch or _payload_argument(handler, getattr(handler, "__name__", type(handler).__name__), 1) is None:
+        _check_function(handler, kind, "tx")
 
 
 def filter_name(predicate: EventFilter) -> str:
@@ -189,6 +225,24 @@ _B = TypeVar("_B", bound=BatchHandler | BatchObserver)
 _T = TypeVar("_T")
 
 
+class HandlerDecorator(Protocol):
+    """Decorates a handler of events or of values, as type checkers see it."""
+
+    @overload
+    def __call__(self, handler: _E, /) -> _E: ...
+    @overload
+    def __call__(self, handler: PayloadHandler[P], /) -> PayloadHandler[P]: ...
+
+
+class EffectHandlerDecorator(Protocol[_T]):
+    """Decorates a handler that takes a transaction."""
+
+    @overload
+    def __call__(self, handler: EventEffectHandler[_T], /) -> EventEffectHandler[_T]: ...
+    @overload
+    def __call__(self, handler: PayloadEffectHandler[P, _T], /) -> PayloadEffectHandler[P, _T]: ...
+
+
 @overload
 def subscription(
     name: str,
@@ -197,7 +251,7 @@ def subscription(
     provider: str = "default",
     batch: Literal[False] = False,
     **options: Unpack[LocalHandlerOptions],
-) -> Callable[[_E], _E]: ...
+) -> HandlerDecorator: ...
 @overload
 def subscription(
     name: str,
@@ -216,7 +270,7 @@ def subscription(
     batch: Literal[False] = False,
     effects: HandlerEffects[_T],
     **options: Unpack[LocalHandlerOptions],
-) -> Callable[[EventEffectHandler[_T]], EventEffectHandler[_T]]: ...
+) -> EffectHandlerDecorator[_T]: ...
 @overload
 def subscription(
     name: str,
@@ -231,8 +285,11 @@ def subscription(
     name: str, selector: str | StreamId | None = None, *, provider: str = "default", **options: Any
 ) -> Callable[[Any], Any]:
     """Declare a subscription. In every silo that loads the module, the decorated async function or observer handles the
-    events of `selector`. The options are those of `Provider.subscribe` with a handler: batch, concurrency, filter,
-    effects, start, retry, on_failure, slow_consumer and circuit_breaker.
+    events of `selector`. A function may take the value of the payload instead of the event: `async def billing(order:
+    Order)`, or `async def billing(order: Order, event: Event)`.
+
+    The options are those of `Provider.subscribe` with a handler: batch, concurrency, filter, effects, start, retry,
+    on_failure, slow_consumer and circuit_breaker.
 
     Raises InvalidArgument if an option or the handler is wrong, or if the name is declared twice.
     """
@@ -265,6 +322,8 @@ def _method(handler: Any, name: str, argument: str | None) -> Any:
     where = f"{type(handler).__name__}.{name}"
     if not _is_async(method):
         raise InvalidArgument(f"{where} has to be an async function: write `async def {name}`")
+    if argument == "event" and _payload_argument(method, where) is not None:
+        return method
     signature = _check_arguments(method, where, argument)
     if signature is not None and (other := _other_kind(signature, argument)):
         rename = "on_next_batch" if other == "batch" else "on_next"
@@ -288,6 +347,11 @@ _ARTICLE = {"event": "an event", "batch": "a batch"}
 def _check_function(function: Any, argument: str, *more: str) -> None:
     name = getattr(function, "__name__", type(function).__name__)
     signature = _check_arguments(function, name, argument, *more)
+    if argument == "batch" and (payload := _payload_argument(function, name, len(more))) is not None:
+        raise InvalidArgument(
+            f"{name}{signature}: with batch=True a handler takes an EventBatch, not {name_of(payload.kind)}: leave out "
+            "batch=True, or annotate it otherwise"
+        )
     if signature is not None and (other := _other_kind(signature, argument)):
         repair = "add batch=True" if other == "batch" else "leave out batch=True"
         raise InvalidArgument(f"{name}{signature} takes {_ARTICLE[other]}: {repair}, or annotate it otherwise")

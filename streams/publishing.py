@@ -4,7 +4,7 @@ this module, so that they accept and refuse the same events."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import groupby
 from typing import NamedTuple, Self, cast
@@ -12,6 +12,7 @@ from typing import NamedTuple, Self, cast
 from msgspec.structs import replace
 
 from .arguments import check_call, check_instance, check_text
+from .codecs import Codecs, Publishable, is_value, not_publishable
 from .errors import InvalidArgument, NotSupported
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch, check_payload
 from .identity import SequenceToken, StreamId
@@ -116,27 +117,29 @@ def check_stream(stream: object) -> None:
         raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
 
 
-def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
-    """Group items by stream, in order. Raises InvalidArgument if an item is not a pair of a stream and an event."""
-    by_stream: dict[StreamId, list[bytes | Event]] = {}
+def grouped(items: Iterable[tuple[StreamId, Publishable]], codecs: Codecs) -> dict[StreamId, list[bytes | Event]]:
+    """Group items by stream, in order, and encode values. Raises InvalidArgument if an item is not a pair of a stream
+    and something to publish."""
+    by_stream: dict[StreamId, list[Publishable]] = {}
     try:
         for stream, event in items:
             by_stream.setdefault(stream, []).append(event)
     except (TypeError, ValueError):
-        raise InvalidArgument("publish_many takes pairs of a StreamId and bytes or an Event") from None
+        raise InvalidArgument("publish_many takes pairs of a StreamId and bytes, an Event or a value") from None
     for stream in by_stream:
         check_stream(stream)
-    return by_stream
+    return {stream: codecs.encode_all(stream, each) for stream, each in by_stream.items()}
 
 
-def listed(events: object) -> list[bytes | Event]:
-    """Return one event or several as a list. Raises InvalidArgument for another type."""
+def listed(stream: StreamId, events: object, codecs: Codecs) -> list[bytes | Event]:
+    """Return one event or several as a list. Values are encoded. Raises InvalidArgument for another type."""
     if isinstance(events, bytes | Event):
         return [events]
-    if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
-        kind = cast("object", events).__class__.__name__
-        raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
-    return list(cast("Iterable[bytes | Event]", events))
+    if is_value(events):
+        return [codecs.encode(stream, events)]
+    if isinstance(events, bytearray | memoryview) or not isinstance(events, Iterable):
+        raise not_publishable(cast("object", events))
+    return codecs.encode_all(stream, list(cast("Iterable[object]", events)))
 
 
 def scheduled(events: list[bytes | Event], delay: timedelta | None, priority: int | None) -> list[bytes | Event]:

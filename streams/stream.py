@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from .arguments import check_call
-from .events import Event
+from .codecs import Publishable
 from .identity import SequenceToken, StreamId
 
 
@@ -17,7 +17,7 @@ class StreamPublisher(Protocol):
     async def publish(
         self,
         stream: StreamId,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,
@@ -36,7 +36,7 @@ class Stream:
     @check_call
     def publish(
         self,
-        events: bytes | Event | Iterable[bytes | Event],
+        events: Publishable | Iterable[Publishable],
         *,
         delay: timedelta | None = None,
         priority: int | None = None,

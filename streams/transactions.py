@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from .codecs import P
 from .errors import HeadraceError
 from .events import Event, EventBatch
 
@@ -17,6 +18,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 EventEffectHandler = Callable[[Event, T], Awaitable[None]]
 BatchEffectHandler = Callable[[EventBatch, T], Awaitable[None]]
+PayloadEffectHandler = Callable[[P, T], Awaitable[None]] | Callable[[P, Event, T], Awaitable[None]]
+"""Takes the value of a payload, perhaps the event, and a transaction."""
 
 
 class RedriveRefused(HeadraceError):

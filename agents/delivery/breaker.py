@@ -135,6 +135,10 @@ class CircuitBreaker:
 
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
+    def ended(self) -> None:
+        """A delivery ended without saying anything about the consumer's dependencies: its event is invalid."""
+        self._ended += 1
+
     def succeeded(self, now: float, stream: StreamId) -> None:
         """A delivery succeeded. Without effect while it is not watching."""
         if not self.watching:
@@ -307,6 +311,10 @@ class Gate:
         if was_held:
             log.warning("subscription %r resumes gradually: a delivery succeeded", self._name)
             self._wake_all()
+
+    def ended(self) -> None:
+        """A delivery ended, and its event is invalid."""
+        self.breaker.ended()
 
     def failed(self, stream: StreamId, failure: FailedAttempt, *, earlier: int | None, exhausted: bool) -> bool:
         """A delivery failed. Return whether that counts against its event."""

@@ -70,9 +70,11 @@ class GroupQueues:
         delay_s: float | None = None,
         *,
         unavailable: bool = False,
+        invalid: bool = False,
     ) -> bool:
         """Events failed, or, with `unavailable`, a dependency of the consumer. These events and the later ones of the
-        parcel are delivered again. Return False if the member does not hold the events."""
+        parcel are delivered again, but `invalid` ones are given up on. Return False if the member does not hold the
+        events."""
         if member.redriven and _redriven(member, events, RedriveRejected(reason, unavailable=unavailable)):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -80,7 +82,9 @@ class GroupQueues:
             return False
         member.account.prove()
         at = parcel.find(events.offset)
-        failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable)
+        failure = Failure(
+            events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable, invalid=invalid
+        )
         return parcel.delivery.parcels.reject(parcel, at, events.index, failure)
 
     def release(self, member: Member, events: EventRange) -> bool:

@@ -7,7 +7,7 @@ import logging
 from time import monotonic
 from typing import Any
 
-from ...streams.errors import Unavailable
+from ...streams.errors import PayloadInvalid, Unavailable
 from ...streams.events import Event, EventBatch, PartialBatch
 from ...streams.failure_log import described
 from ...streams.handler_workers import (
@@ -113,7 +113,10 @@ class HandlerDelivery(Delivery):
         if cursor.index > start and self.predicate is None and self.gate.breaker.watching:
             self.gate.succeeded(cursor.stream)
         end = batch.count if self._handler.on_batch and not one else cursor.index + 1
-        failure = Failure(end, described(error), error, unavailable=isinstance(error, Unavailable))
+        failure = Failure(
+            end, described(error), error,
+            unavailable=isinstance(error, Unavailable), invalid=isinstance(error, PayloadInvalid),
+        )  # fmt: skip
         await self.retries.failed(cursor, batch, failure)
         if cancelled_itself(error):
             raise error

@@ -38,6 +38,8 @@ class Failure(NamedTuple):
     """When the consumer wants the events again, in seconds. None: the retry policy decides."""
     unavailable: bool = False
     """The consumer blames a dependency, not the event: the failure never counts against the event."""
+    invalid: bool = False
+    """The payload cannot be decoded, so another attempt would fail, too."""
 
 
 class WaitingAttempt(NamedTuple):
@@ -80,9 +82,13 @@ class Retries:
 
     def again(self, cursor: StreamCursor, failure: Failure) -> bool:
         """Schedule the cursor's next attempt. Count the failed one if the circuit breaker says so. Return False if the
-        retries are exhausted."""
+        retries are exhausted, or the event is invalid."""
         now, earlier = self._loop.time(), cursor.failures.phase
         failures = self._progress.fail(cursor, self._gate.breaker.phase, unavailable=failure.unavailable)
+        if failure.invalid:
+            self._gate.ended()
+            self._progress.count_failure(cursor, now)
+            return False
         delay = self._definition.retry.delay(failures.attempts + 1, now - failures.since(now), self._rng)
         if not self._gate.failed(cursor.stream, failure, earlier=earlier, exhausted=delay is None):
             self._excuse(cursor, failure)

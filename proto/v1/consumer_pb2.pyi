@@ -289,6 +289,7 @@ class Rejection(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DELAY_MS_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """The batch's offset, as it was delivered."""
     index: _builtins.int
@@ -303,6 +304,8 @@ class Rejection(_message.Message):
     """The consumer blames a dependency that is down, not the events. It does not count for the retry policy: they come
     again until they succeed.
     """
+    invalid: _builtins.bool
+    """The payloads cannot be decoded, so no other attempt would succeed: the subscription's failure policy applies at once."""
     def __init__(
         self,
         *,
@@ -312,10 +315,11 @@ class Rejection(_message.Message):
         reason: _builtins.str = ...,
         delay_ms: _builtins.int | None = ...,
         unavailable: _builtins.bool = ...,
+        invalid: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "delay_ms", b"delay_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "offset", b"offset", "reason", b"reason", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "invalid", b"invalid", "offset", b"offset", "reason", b"reason", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delay_ms: _TypeAlias = _typing.Literal["delay_ms"]  # noqa: Y015
     _WhichOneofArgType__delay_ms: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms"]  # noqa: Y015

@@ -129,7 +129,7 @@ def _reject(place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[p
         events = EventRange(report.queue, each.offset, each.index, each.count)
         delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
         reason = each.reason[:MAX_REASON] or "rejected by its consumer"
-        if not group.reject(member, events, reason, delay_s, unavailable=each.unavailable):
+        if not group.reject(member, events, reason, delay_s, unavailable=each.unavailable, invalid=each.invalid):
             refused.append(_refusal(report, each))
     return refused
 

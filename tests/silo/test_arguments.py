@@ -229,7 +229,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: p.acknowledge([]), "not list"),
     (lambda p: p.last_sequence(5), "producer: the id of a producer is text, not 5"),
     (lambda p: p.publish("orders/42", b"x"), "publish to a StreamId"),
-    (lambda p: p.publish(S, "text"), "publish bytes or Event"),
+    (lambda p: p.publish(S, 5), "publish bytes, str, Event, .* not 5"),
     (lambda p: p.publish(S, [5]), "."),
     (lambda p: p.publish(S, b"x", delay=5), "a delay is a timedelta .* not 5"),
     (lambda p: p.publish(S, b"x", priority="1"), "priority"),

@@ -1,7 +1,10 @@
 """Code that type checkers accept. `test_type_checkers.py` runs them over it; nothing here is executed."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
+import pydantic
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from headrace import (
@@ -36,6 +39,19 @@ async def on_received(batch: ReceivedBatch) -> None:
     await batch.ack()
 
 
+class StructOrder(msgspec.Struct):
+    id: int
+
+
+class ModelOrder(pydantic.BaseModel):
+    id: int
+
+
+@dataclass
+class DataOrder:
+    id: int
+
+
 def is_paid(event: Event) -> bool:
     return event.payload == b"paid"
 
@@ -56,6 +72,26 @@ async def declared_event(event: Event) -> None: ...
 async def declared_batch(batch: EventBatch) -> None: ...
 
 
+@subscription("structs", "orders/*")
+async def declared_struct(order: StructOrder) -> None: ...
+
+
+@subscription("models", "orders/*", concurrency=10)
+async def declared_model(order: ModelOrder, event: Event) -> None: ...
+
+
+@subscription("data", "orders/*")
+async def declared_dataclass(order: DataOrder) -> None: ...
+
+
+@subscription("raw", "orders/*")
+async def declared_bytes(payload: bytes) -> None: ...
+
+
+@subscription("dicts", "orders/*")
+async def declared_dict(payload: dict[str, int]) -> None: ...
+
+
 subscription("observed", "orders/*")(PerEvent())
 subscription("observed-batches", "orders/*")(PerBatch())
 
@@ -65,6 +101,15 @@ effects = Effects(create_async_engine("sqlite+aiosqlite:///user.db"))
 
 @subscription("billing", "orders/*", effects=effects, filter=is_paid)
 async def in_transaction(event: Event, tx: Transaction) -> None: ...
+
+
+@subscription("billing-orders", "orders/*", effects=effects)
+async def order_in_transaction(order: StructOrder, tx: Transaction) -> None:
+    await tx.publish(StreamId("invoices", "42"), ModelOrder(id=order.id))
+
+
+@subscription("billing-both", "orders/*", effects=effects)
+async def order_and_event_in_transaction(order: ModelOrder, event: Event, tx: Transaction) -> None: ...
 
 
 @subscription("billing-batches", "orders/*", batch=True, effects=effects)
@@ -78,6 +123,9 @@ async def in_the_silo(provider: Provider) -> None:
     await one.resume(StreamId("orders", "42"))
     await provider.subscribe("b", "orders/*", on_batch, batch=True, retry=RetryPolicy(max_attempts=1))
     await provider.subscribe("c", "orders/*", PerEvent())
+    await provider.subscribe("h", "orders/*", declared_struct, concurrency=2)
+    await provider.subscribe("i", "orders/*", order_in_transaction, effects=effects)
+    await provider.publish(StreamId("orders", "42"), [StructOrder(1), ModelOrder(id=2), DataOrder(3), {"id": 4}, "5"])
     await provider.subscribe("d", "orders/*", PerBatch())
     async with provider.subscribe("e", "orders/*", consumer="one", max_events=10) as consumer:
         async for batch in consumer:
@@ -89,6 +137,8 @@ async def in_a_client(client: Client) -> None:
     await client.subscribe("b", "orders/*", on_batch, batch=True, mode=Mode.BOUND)
     await client.subscribe("b", "orders/*", on_received, batch=True, mode="bound")
     await client.subscribe("b", None, on_event)
+    await client.subscribe("b", None, declared_model)
+    await client.publish(StreamId("orders", "42"), StructOrder(1))
     async with client.subscribe("c", "orders/*", session_timeout_s=5) as consumer:
         await consumer.saved()
     async with client.subscribe("c") as consumer:

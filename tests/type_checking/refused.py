@@ -12,6 +12,7 @@ from headrace import (
     Event,
     EventBatch,
     Provider,
+    StreamId,
     StreamProvider,
     SyncClient,
     Transaction,
@@ -43,6 +44,14 @@ async def declared_without_batch(batch: EventBatch) -> None: ...
 async def declared_with_batch(event: Event) -> None: ...
 
 
+@subscription("a", "orders/*", batch=True)  # type: ignore[type-var]
+async def declared_text_for_batches(payload: str) -> None: ...
+
+
+@subscription("a", "orders/*")  # type: ignore[type-var]
+async def declared_for_numbers(payload: int) -> None: ...
+
+
 effects = Effects(create_async_engine("sqlite+aiosqlite:///user.db"))
 
 
@@ -72,7 +81,7 @@ async def in_the_silo(provider: Provider) -> None:
     await provider.subscribe("a", "orders/*", on_event, concurrency="2")  # type: ignore[call-overload]
     await provider.subscribe("a", "orders/*", on_event, on_failure="pause")  # type: ignore[call-overload]
     await provider.subscribe("a", "orders/*", on_event, batch=True)  # type: ignore[call-overload]
-    await provider.subscribe("a", "orders/*", on_batch)  # type: ignore[arg-type]
+    await provider.subscribe("a", "orders/*", on_batch)  # type: ignore[type-var]
     await provider.subscribe("a", "orders/*", on_nothing)  # type: ignore[arg-type]
     await provider.subscribe("a", "orders/*", blocking)  # type: ignore[arg-type]
     provider.subscribe("a", "orders/*", on_event)  # type: ignore[unused-coroutine]
@@ -81,6 +90,7 @@ async def in_the_silo(provider: Provider) -> None:
         pass
     async with provider.subscribe("a", "orders/*", concurrency=2):  # type: ignore[call-overload]
         pass
+    await provider.publish(StreamId("orders", "42"), 5)  # type: ignore[arg-type]
     await provider.seek("a", 5)  # type: ignore[arg-type]
     await provider.resume("a", "orders/1")  # type: ignore[arg-type]
 
@@ -91,7 +101,7 @@ async def in_a_client(client: Client) -> None:
     await client.subscribe("a", "orders/*", on_event, concurency=2)  # type: ignore[call-overload]
     await client.subscribe("a", "orders/*", on_event, filter=bool)  # type: ignore[call-overload]
     await client.subscribe("a", "orders/*", on_event, batch=True)  # type: ignore[call-overload]
-    await client.subscribe("a", "orders/*", on_batch)  # type: ignore[arg-type]
+    await client.subscribe("a", "orders/*", on_batch)  # type: ignore[type-var]
     await client.subscribe("a", "orders/*", blocking)  # type: ignore[arg-type]
     client.subscribe("a", "orders/*", on_event)  # type: ignore[unused-coroutine]
     await client.subscribe("a", "orders/*")  # type: ignore[misc]
@@ -102,7 +112,7 @@ async def in_a_client(client: Client) -> None:
 
 async def anywhere(provider: StreamProvider) -> None:
     await provider.subscribe("a", "orders/*", on_event, concurency=2)  # type: ignore[call-overload]
-    await provider.subscribe("a", "orders/*", on_batch)  # type: ignore[arg-type]
+    await provider.subscribe("a", "orders/*", on_batch)  # type: ignore[type-var]
     provider.subscribe("a", "orders/*", on_event)  # type: ignore[unused-coroutine]
 
 
