@@ -16,7 +16,7 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address of /metrics and /healthz, and its TLS."""
+    """The address of /metrics, /healthz and the dashboard. `silo.config.check` refuses wrong combinations."""
 
     host: str = "127.0.0.1"
     port: Port | None = None
@@ -25,10 +25,23 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """File: the certificate of the HTTP server and its chain, PEM. None: no TLS."""
     key: str | None = None
     """File: the certificate's key, PEM, without a passphrase."""
+    dashboard: bool | None = None
+    """Serve the dashboard. None: on loopback, and with TLS."""
+    insecure: bool = False
+    """Serve the dashboard without TLS even if other machines can reach the address."""
+    auth: Literal["tokens", "none"] | None = None
+    """Whether the dashboard shows anything without a token. None: "none" on loopback, if gRPC needs no tokens and no
+    client certificates there; else "tokens"."""
 
     @property
     def loopback(self) -> bool:
         return is_loopback(self.host)
+
+    @property
+    def serves_dashboard(self) -> bool:
+        if self.port is None:
+            return False
+        return self.loopback or self.certificate is not None if self.dashboard is None else self.dashboard
 
 
 class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

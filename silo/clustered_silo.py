@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import socket
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -193,7 +194,7 @@ class ClusteredSilo:
         # A silo that left in order still finishes its open calls.
         self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
         self.placements.update(view)
-        self.moves.update(view)
+        self.moves.update(view, time.time_ns() // 1000)
 
     def owner(self, provider: str, queue: int) -> str:
         """Return the name of a queue's owner, "" if it has none."""

@@ -7,7 +7,7 @@ As a TOML file:
     drain_s = 10.0
     workers = 4                          # number of silos on this machine, as a cluster; left out: one silo
 
-    [http]                               # /metrics and /healthz
+    [http]                               # /metrics, /healthz and the dashboard
     host = "127.0.0.1"
     port = 9464
 
@@ -188,6 +188,14 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """None: the silo is not in a cluster and serves all queues."""
     providers: dict[str, ProviderConfig] = msgspec.field(default_factory=lambda: {"default": ProviderConfig()})
 
+    @property
+    def dashboard_asks_for_tokens(self) -> bool:
+        """Whether the dashboard shows nothing without a token."""
+        if self.http.auth is not None:
+            return self.http.auth == "tokens"
+        closed = self.grpc.port is not None and (self.grpc.asks_for_tokens or self.grpc.client_ca is not None)
+        return closed or not self.http.loopback
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT`. An IPv6 address is in brackets. Raise InvalidArgument for another text."""
@@ -212,6 +220,8 @@ def check(config: SiloConfig) -> None:
         raise InvalidArgument("grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS")
     if grpc.port is not None:
         _check_served(grpc, config.data)
+    if config.http.serves_dashboard:
+        _check_dashboard(config.http, config)
     if grpc.native_port and not grpc.native:
         raise InvalidArgument("grpc.native_port is given and grpc.native is false: leave out one of them")
     if grpc.native_port and grpc.native_port in (grpc.port, config.http.port):
@@ -301,6 +311,24 @@ def _is_postgres(store: str) -> bool:
         )
     except ValueError:  # of the port, or an address in brackets
         return False
+
+
+def _check_dashboard(http: HttpConfig, config: SiloConfig) -> None:
+    if not (http.loopback or http.certificate or http.insecure):
+        raise InvalidArgument(
+            f"http.dashboard is true, http.host is {http.host!r}, which other machines may reach, and there is no TLS: "
+            "give http.certificate and http.key, serve on 127.0.0.1, or allow it with http.insecure"
+        )
+    if http.auth == "none" and not http.loopback:
+        raise InvalidArgument(
+            f"http.auth is none, and other machines may reach http.host {http.host!r}: leave it out, so that the "
+            "dashboard asks for tokens, or serve on 127.0.0.1"
+        )
+    if config.dashboard_asks_for_tokens and config.data is None:
+        raise InvalidArgument(
+            "the dashboard asks for tokens, which are kept in a data directory: name it with --data, or turn the "
+            "dashboard off with http.dashboard = false"
+        )
 
 
 def _check_served(grpc: GrpcConfig, data: str | None) -> None:

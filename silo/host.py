@@ -7,8 +7,8 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +18,7 @@ import msgspec
 from ..agents import SendBudget
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from ..server.answers import HttpAnswer
+from ..server.limits import UNLIMITED, ClientLimiter
 from ..store.datadir import running_silos
 from ..streams.errors import Busy, HeadraceError, InvalidArgument
 from ..streams.handlers import SubscriptionDeclaration, declared
@@ -30,8 +31,11 @@ from .service_limits import SERVICE_LIMITS, ServiceLimits
 from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
+    from starlette.types import ASGIApp
+
     from ..server.guard import CallGuard, ServiceMethod
     from .clustered_silo import ClusteredSilo
+    from .dashboard.application import Dashboard
 
 log = logging.getLogger("headrace.silo")
 
@@ -59,6 +63,8 @@ class Silo:
         """The silo's cluster; None without one."""
         self.stopping = False
         self._guard: CallGuard | None = None
+        self._methods: Sequence[ServiceMethod] = ()
+        self._dashboard: Dashboard | None = None
 
     @classmethod
     @asynccontextmanager
@@ -83,8 +89,8 @@ class Silo:
             await silo._start(subscriptions)
             if config.cluster is not None:
                 await silo._enter_cluster(stack)
-            if config.grpc.port is not None:
-                silo.grpc_address = await silo._serve_grpc(stack)
+            if config.grpc.port is not None or silo._dashboard is not None:
+                await silo._serve_clients(stack)
             if silo.clustered_silo is not None and silo.grpc_address is not None:
                 await stack.enter_async_context(silo.clustered_silo.joined(silo.grpc_address))
                 stack.callback(silo._send_consumers_away)
@@ -150,11 +156,12 @@ class Silo:
         if not subscriptions and self.grpc_address is None:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
-            "silo is ready: %s; %s; subscriptions: %s%s%s",
+            "silo is ready: %s; %s; subscriptions: %s%s%s%s",
             ", ".join({f"data in {one.data}" for one in self.providers.values() if one.data}) or "no data directory",
             ", ".join(f"provider {one.name!r} with {counted(one.queues, 'queue')}" for one in self.providers.values()),
             ", ".join(one.definition.name for one in subscriptions) or "none",
             f"; {self.address}/metrics" if self.address else "",
+            f"; {self.address}/dashboard/" if self._dashboard is not None else "",
             f"; gRPC on {self.grpc_address}" if self.grpc_address else "",
         )
 
@@ -176,23 +183,44 @@ class Silo:
         assert self._guard is not None
         self._guard.close(CONSUMING)
 
-    # ---- gRPC ------------------------------------------------------------------------------------------------------
+    # ---- gRPC and dashboard ----------------------------------------------------------------------------------------
 
-    async def _serve_grpc(self, stack: AsyncExitStack) -> str:
-        from ..server import grpc_server  # noqa: PLC0415 (gRPC is loaded only where it is served)
+    async def _serve_clients(self, stack: AsyncExitStack) -> None:
+        """Serve gRPC, and open the dashboard, which shows what the same services say."""
+        from ..server.guard import CallGuard  # noqa: PLC0415 (gRPC is loaded only if it is needed)
         from .services import assembly  # noqa: PLC0415
+        from .services.describing import name_of  # noqa: PLC0415
 
-        authenticator: Authenticator = NoTokens()
-        if self.config.grpc.asks_for_tokens:
-            store = next(iter(self.providers.values())).store  # all providers of a data directory share one
-            authenticator = await stack.enter_async_context(TokenBook.opened(store))
+        store = next(iter(self.providers.values())).store  # all providers of a data directory share one
+        tokens: Authenticator = NoTokens()
+        if self.config.grpc.asks_for_tokens or self._dashboard is not None:
+            tokens = await stack.enter_async_context(TokenBook.opened(store))
+        methods = await stack.enter_async_context(assembly.opened(self))
+        if self.config.grpc.port is not None:
+            authenticator = tokens if self.config.grpc.asks_for_tokens else NoTokens()
+            self.grpc_address = await self._serve_grpc(stack, authenticator, methods)
+        else:
+            guard = CallGuard(NoTokens(), ClientLimiter(UNLIMITED, asyncio.get_running_loop().time))
+            self._methods = methods(guard)
+            guard.offer(self._methods)
+        if self._dashboard is not None:
+            self._dashboard.open(self._methods, tokens, lambda: name_of(self))
+            stack.callback(self._dashboard.close)
+
+    async def _serve_grpc(
+        self,
+        stack: AsyncExitStack,
+        authenticator: Authenticator,
+        methods: Callable[[CallGuard], Sequence[ServiceMethod]],
+    ) -> str:
+        from ..server import grpc_server  # noqa: PLC0415 (gRPC is loaded only where it is served)
+
         if self.clustered_silo is not None:
             authenticator = ClusterMembers(self.clustered_silo, authenticator)
-        methods = await stack.enter_async_context(assembly.opened(self))
 
         def served(guard: CallGuard) -> Sequence[ServiceMethod]:
-            self._guard = guard
-            return methods(guard)
+            self._guard, self._methods = guard, methods(guard)
+            return self._methods
 
         return await stack.enter_async_context(
             grpc_server.serving(self.config.grpc, authenticator, served, drain_s=self.config.drain_s)
@@ -200,11 +228,25 @@ class Silo:
 
     # ---- metrics and health ----------------------------------------------------------------------------------------
 
-    def _serving(self) -> AbstractAsyncContextManager[str]:
-        from ..server import http  # noqa: PLC0415 (uvicorn is loaded only where it is served)
+    @asynccontextmanager
+    async def _serving(self) -> AsyncGenerator[str]:
+        app = await asyncio.to_thread(self._http_application)  # it imports much, and reads files
+
+        from ..server.http import serving  # noqa: PLC0415 (uvicorn is loaded only if it is needed)
+
+        async with serving(app, self.config.http) as address:
+            yield address
+
+    def _http_application(self) -> ASGIApp:
+        from ..server.http import application  # noqa: PLC0415
 
         routes = {"/metrics": self.metrics, "/healthz": self.health}
-        return http.serving(http.application(routes), self.config.http)
+        if not self.config.http.serves_dashboard:
+            return application(routes)
+        from .dashboard.application import Dashboard  # noqa: PLC0415
+
+        self._dashboard = Dashboard(self.config)
+        return application(routes, self._dashboard.routes())
 
     async def metrics(self) -> HttpAnswer:
         providers = [await observed(one) for one in self.providers.values()]

@@ -41,8 +41,8 @@ class MoveHistory:
         """The latest first."""
         return list(reversed(self._moves))
 
-    def update(self, view: ClusterView) -> None:
-        """Take a new view of the cluster."""
+    def update(self, view: ClusterView, at_us: int) -> None:
+        """Take a new view of the cluster, seen at `at_us`. The times in the view are those of the store's own clock."""
         valid = {(lease.provider, lease.queue): lease.owner for lease in view.valid}
         states = {silo.name: silo.state for silo in view.silos}
         first, owners = self._owners is None, self._owners or {}
@@ -51,14 +51,14 @@ class MoveHistory:
             before, now = owners.get(queue, ""), valid.get(queue, "")
             if now:
                 self._unserved.discard(queue)
-            elif before and states.get(before) not in LIVING and queue not in self._unserved:
+            elif before and states.get(before) is SiloState.DEAD and queue not in self._unserved:
                 self._unserved.add(queue)
-                self._moves.append(QueueMove(view.now_us, *queue, lease.epoch, before, "", _reason(states, before)))
+                self._moves.append(QueueMove(at_us, *queue, lease.epoch, before, "", _reason(states, before)))
             if now and now != before:
                 owners[queue] = now
                 if not first:
                     reason = _reason(states, before)
-                    self._moves.append(QueueMove(view.now_us, *queue, lease.epoch, before, now, reason))
+                    self._moves.append(QueueMove(at_us, *queue, lease.epoch, before, now, reason))
         self._owners = owners
 
 

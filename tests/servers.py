@@ -72,6 +72,12 @@ def redis_and_valkey(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
+def chromium() -> str:
+    """The program of Chromium without windows, for Playwright."""
+    return find_program("chromium-headless-shell", debian_package="chromium-headless-shell")
+
+
+@pytest.fixture(scope="session")
 def kafka_server() -> Iterator[KafkaServer]:
     """One broker of Apache Kafka for the whole run: use topics of your own."""
     with KafkaServer() as server:

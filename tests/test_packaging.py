@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import re
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def test_the_module_by_which_spark_finds_the_format_is_where_spark_looks_for_it(
     script = "import pkgutil; print(*(module.name for module in pkgutil.iter_modules()))"
     found = subprocess.run([sys.executable, "-Pc", script], capture_output=True, text=True, check=True).stdout.split()
     assert "pyspark_headrace" in found
+
+
+def test_the_files_of_the_dashboard_are_installed_and_refer_only_to_each_other():
+    static = importlib.resources.files("headrace.silo.dashboard") / "static"
+    names = {file.name for file in static.iterdir()}
+    assert names == {path.name for path in (ROOT / "silo" / "dashboard" / "static").iterdir()}
+    used = {"index.html"}
+    for name in sorted(names):
+        text = (static / name).read_text(encoding="utf-8")
+        used.update(re.findall(r"""(?:static/|from "\./)([\w.-]+\.(?:js|css|svg))""", text))
+        assert not re.findall(r"""(?:src|href|url|import|from)[=( ]*["']?(?:https?:)?//""", text)
+    assert used == names
 
 
 def test_only_the_command_is_installed_outside_of_site_packages():

@@ -67,8 +67,8 @@ def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--module", "modules", multiple=True, metavar="MODULE", help="Module with handlers; may be repeated.")
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long handlers may take to end.")
 @click.option("--workers", type=int, metavar="N", help="Run N silos as a cluster, on consecutive ports.")
-@_http_option("--host", help="Host of /metrics and /healthz.")
-@_http_option("--port", type=int, help="Port of /metrics and /healthz; 0: a free one.  [default: none]")
+@_http_option("--host", help="Host of /metrics, /healthz and the dashboard.")
+@_http_option("--port", type=int, help="Port of /metrics, /healthz and the dashboard; 0: a free one.  [default: none]")
 @grpc_options
 @click.option("--log-level", help="debug, info, warning or error.")
 def command(

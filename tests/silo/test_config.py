@@ -30,6 +30,9 @@ host = "0.0.0.0"
 port = 9464
 certificate = "tls/web.pem"
 key = "tls/web.key"
+dashboard = true
+insecure = true
+auth = "tokens"
 
 [grpc]
 host = "0.0.0.0"
@@ -86,6 +89,9 @@ def test_every_option_of_the_file_arrives(tmp_path: Path):
             port=9464,
             certificate=str(tmp_path / "tls" / "web.pem"),
             key=str(tmp_path / "tls" / "web.key"),
+            dashboard=True,
+            insecure=True,
+            auth="tokens",
         ),
         grpc=GrpcConfig(
             host="0.0.0.0",
@@ -435,6 +441,52 @@ def test_asking_for_tokens(options: dict[str, Any], asks: bool):
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused(config: SiloConfig, why: str):
     assert refused(config).startswith(why)
+
+
+def http_config(port: int | None = 0, **options: Any) -> HttpConfig:
+    return HttpConfig(port=port, **options)
+
+
+OPEN_GRPC: dict[str, Any] = {"port": 0, "host": "0.0.0.0", **TLS}
+
+
+@pytest.mark.parametrize(
+    ("http", "grpc", "served", "asks"),
+    [
+        ({"port": None}, {}, False, False),
+        ({}, {}, True, False),
+        ({"dashboard": False}, {}, False, False),
+        ({"auth": "tokens"}, {}, True, True),
+        ({}, {"port": 0}, True, False),
+        ({}, {"port": 0, "auth": "tokens"}, True, True),
+        ({}, OPEN_GRPC, True, True),
+        ({}, {**OPEN_GRPC, "client_ca": "ca.pem"}, True, True),
+        ({"auth": "none"}, OPEN_GRPC, True, False),
+        ({"host": "0.0.0.0"}, {}, False, True),
+        ({"host": "0.0.0.0", **TLS}, {}, True, True),
+        ({"host": "0.0.0.0", "dashboard": True, "insecure": True}, {}, True, True),
+    ],
+)
+def test_where_the_dashboard_is_served_and_asks_for_tokens(
+    http: dict[str, Any], grpc: dict[str, Any], served: bool, asks: bool
+):
+    config = SiloConfig(data="data", http=http_config(**http), grpc=GrpcConfig(**grpc))
+    check(config)
+    assert (config.http.serves_dashboard, config.dashboard_asks_for_tokens) == (served, asks)
+
+
+@pytest.mark.parametrize(
+    ("http", "why"),
+    [
+        ({"host": "0.0.0.0", "dashboard": True},
+         "http.dashboard is true, http.host is '0.0.0.0', which other machines may reach, and there is no TLS: give "),
+        ({"host": "0.0.0.0", "auth": "none", **TLS},
+         "http.auth is none, and other machines may reach http.host '0.0.0.0': leave it out, so that the dashboard "),
+        ({"auth": "tokens"}, "the dashboard asks for tokens, which are kept in a data directory: name it with --data"),
+    ],
+)  # fmt: skip
+def test_a_dashboard_that_lets_anyone_in_is_refused(http: dict[str, Any], why: str):
+    assert refused(SiloConfig(http=http_config(**http))).startswith(why)
 
 
 def test_options_that_contradict_each_other_are_refused_from_any_source(tmp_path: Path):

@@ -1,6 +1,7 @@
 """What the observation service says of queues and subscriptions, alone and in a cluster."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,4 +167,5 @@ async def test_any_silo_answers_for_the_whole_cluster(tmp_path: Path):
         await silos.shared([0])
         seen = [move for move in await moves(caller) if move.to_silo == "silo-0" and move.from_silo == "silo-1"]
         assert sorted(move.queue for move in seen) == moved
+        assert abs(seen[0].at_us / 1e6 - time.time()) < 60
         await silos.start(1)

@@ -1,0 +1,321 @@
+"""The content of the dashboard's pages, as plain data for JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
+from ...streams import wire
+from ...streams.errors import HeadraceError
+from ..local import InProcessTransport
+from .calls import ServiceCalls, number_of, optional
+from .letters import LetterFilter, page_of, shown
+from .sessions import Viewer
+from .summaries import lag_series, merged_parts, problems_of
+
+OVERVIEW_MS = 2 * 60_000
+HISTORY_MS = 10 * 60_000
+MAX_BLOCKED = 50
+COUNT_FRAMES = 5
+"""Dead letters and gaps are counted in every fifth frame: that reads the store."""
+
+
+class PageSource(ABC):
+    """One open page. `render` returns its content at the moment."""
+
+    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+        self.calls = ServiceCalls(transport)
+        self.viewer = viewer
+        self.options = options
+
+    @property
+    def provider(self) -> str:
+        return self.options.get("provider") or "default"
+
+    @abstractmethod
+    async def render(self) -> dict[str, Any]:
+        """Return the content. Raise the errors of the services."""
+
+
+class OverviewPage(PageSource):
+    """All queues and subscriptions, and whatever needs a look."""
+
+    _frame = 0
+    _counts: Mapping[tuple[str, str], Mapping[str, int]] = {}
+
+    async def render(self) -> dict[str, Any]:
+        cluster = await self.calls.cluster()
+        names = sorted({provider.name for silo in cluster.silos for provider in silo.providers})
+        found = await asyncio.gather(*map(self._subscriptions, names))
+        subscriptions = [row for rows in found for row in rows]
+        if self._frame % COUNT_FRAMES == 0:
+            self._counts = await self._counted(subscriptions)
+        self._frame += 1
+        for row in subscriptions:
+            row.update(self._counts.get((row["provider"], row["name"]), {}))
+        queues = queue_rows(cluster)
+        return {
+            "silos": [silo_row(silo) for silo in cluster.silos],
+            "queues": queues,
+            "subscriptions": subscriptions,
+            "problems": problems_of(cluster, queues, subscriptions),
+        }
+
+    async def _subscriptions(self, provider: str) -> list[dict[str, Any]]:
+        try:
+            definitions = await self.calls.subscriptions(provider)
+            parts = await self.calls.parts(provider, history_ms=OVERVIEW_MS)
+        except HeadraceError:  # the viewer may see no subscriptions: the cluster is shown alone
+            return []
+        return [
+            {
+                "provider": provider,
+                "name": one.name,
+                "selector": one.selector,
+                "mode": mode_of(one),
+                **merged_parts([part for part in parts if part.name == one.name]),
+            }
+            for one in definitions
+        ]
+
+    async def _counted(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[tuple[str, str], Mapping[str, int]]:
+        async def count(row: Mapping[str, Any]) -> Mapping[str, int]:
+            try:
+                found = await self.calls.subscription(row["provider"], row["name"])
+            except HeadraceError:  # it was deleted just now
+                return {}
+            return {"dead_letters": found.dead_letters, "gaps": found.gaps}
+
+        counted = await asyncio.gather(*map(count, rows))
+        return {(row["provider"], row["name"]): one for row, one in zip(rows, counted, strict=True)}
+
+
+class QueuePage(PageSource):
+    """One queue: the buckets of its cache, and the positions of subscriptions."""
+
+    async def render(self) -> dict[str, Any]:
+        number = number_of(self.options.get("queue", "0"), "queue")
+        found = await self.calls.queue(self.provider, number)
+        cluster = await self.calls.cluster()
+        rows = {(row["provider"], row["index"]): row for row in queue_rows(cluster)}
+        count = next(
+            (one.queue_count for silo in cluster.silos for one in silo.providers if one.name == self.provider), 0
+        )
+        return {
+            "provider": self.provider,
+            "index": number,
+            "count": count,
+            "silo": found.silo,
+            "queue": rows.get((self.provider, number)),
+            "cache": {
+                "events": found.queue.cached_events,
+                "bytes": found.queue.cached_bytes,
+                "max_events": found.cache_limit_events,
+                "max_bytes": found.queue.cache_limit_bytes,
+                "pressure": found.pressure,
+            },
+            "received_events": found.received_events,
+            "received_bytes": found.received_bytes,
+            "read_offset": found.queue.read_offset,
+            "end_offset": found.queue.end_offset,
+            "buckets": [
+                {"events": one.events, "bytes": one.bytes, "pins": one.pins, "low": one.low, "high": one.high}
+                for one in found.buckets
+            ],
+            "cursors": [
+                {
+                    "subscription": one.subscription,
+                    "watermark": one.watermark,
+                    "bucket": optional(one, "bucket"),
+                    "active": one.active,
+                    "parked": one.parked,
+                    "catching_up": one.catching_up,
+                }
+                for one in found.cursors
+            ],
+        }
+
+
+class SubscriptionPage(PageSource):
+    """One subscription: its lag over time, its consumers, and the streams that are blocked."""
+
+    async def render(self) -> dict[str, Any]:
+        name = self.options.get("name", "")
+        found = await self.calls.subscription(self.provider, name)
+        parts = await self.calls.parts(self.provider, name, blocked=MAX_BLOCKED, history_ms=HISTORY_MS)
+        definition = found.definition
+        blocked = [blocked_row(one) for part in parts for one in part.blocked]
+        known = {(row["stream"]["namespace"], row["stream"]["key"]) for row in blocked}
+        blocked += [
+            paused_row(one, progress.queue)
+            for progress in found.progress
+            for one in progress.paused
+            if (one.stream.namespace, one.stream.key) not in known
+        ]
+        return {
+            "provider": self.provider,
+            "name": name,
+            "selector": definition.selector,
+            "mode": mode_of(definition),
+            "on_failure": wire.definition_of(definition).on_failure.value.replace("_", " "),
+            **merged_parts(parts),
+            "dead_letters": found.dead_letters,
+            "gaps": found.gaps,
+            "series": lag_series(parts),
+            "silos": [{"silo": part.silo, "state": part.state, "queues": part.queues} for part in parts],
+            "consumers": [consumer_row(part.silo, one) for part in parts for one in part.consumers],
+            "blocked": blocked[:MAX_BLOCKED],
+            "blocked_total": sum(part.waiting + part.paused for part in parts),
+            "progress": [
+                {
+                    "queue": one.queue,
+                    "watermark": one.watermark,
+                    "end_offset": one.end_offset,
+                    "behind": one.streams_behind,
+                    "paused": one.streams_paused,
+                    "fault": one.fault,
+                }
+                for one in sorted(found.progress, key=lambda one: one.queue)
+            ],
+        }
+
+
+class LettersPage(PageSource):
+    """Dead letters of one subscription, or of all."""
+
+    async def render(self) -> dict[str, Any]:
+        wanted = LetterFilter(self.provider, self.options.get("subscription", ""), self.options.get("text", "")[:200])
+        after_id = number_of(self.options.get("after", "0"), "after")
+        if not self.viewer.may_manage:
+            # The filter finds text in payloads, which such a viewer does not see.
+            wanted = wanted._replace(text="")
+        letters, next_id = await page_of(self.calls, wanted, after_id)
+        cluster = await self.calls.cluster()
+        return {
+            "provider": self.provider,
+            "providers": sorted({provider.name for silo in cluster.silos for provider in silo.providers}),
+            "letters": [shown(letter, payload=self.viewer.may_manage) for letter in letters],
+            "next": next_id,
+        }
+
+
+class ClusterPage(PageSource):
+    """The silos, the owners of all queues, and the history of moves."""
+
+    async def render(self) -> dict[str, Any]:
+        cluster = await self.calls.cluster()
+        moves = await self.calls.moves()
+        return {
+            "silos": [silo_row(silo) for silo in cluster.silos],
+            "queues": queue_rows(cluster),
+            "moves": [
+                {
+                    "at_us": move.at_us,
+                    "provider": move.provider,
+                    "queue": move.queue,
+                    "epoch": move.epoch,
+                    "from": move.from_silo,
+                    "to": move.to_silo,
+                    "reason": move.reason,
+                }
+                for move in moves[:200]
+            ],
+        }
+
+
+PAGES: Mapping[str, Callable[[InProcessTransport, Viewer, Mapping[str, str]], PageSource]] = {
+    "overview": OverviewPage,
+    "queue": QueuePage,
+    "subscription": SubscriptionPage,
+    "deadletters": LettersPage,
+    "cluster": ClusterPage,
+}
+"""By the name in the address."""
+
+
+def mode_of(definition: subscriptions_pb2.SubscriptionDefinition) -> str:
+    return wire.definition_of(definition).mode.value
+
+
+def silo_row(silo: cluster_pb2.Silo) -> dict[str, Any]:
+    return {
+        "name": silo.name,
+        "address": silo.address,
+        "state": silo.state,
+        "version": silo.version,
+        "silent_ms": silo.silent_ms,
+        "queues": sum(len(provider.queues) for provider in silo.providers),
+    }
+
+
+def queue_rows(cluster: cluster_pb2.Cluster) -> list[dict[str, Any]]:
+    """Return all queues, served or not, by provider and number."""
+    rows: list[dict[str, Any]] = [
+        {
+            "provider": provider.name,
+            "index": queue.index,
+            "silo": silo.name,
+            "state": queue.state,
+            "reason": queue.reason,
+            "epoch": queue.epoch,
+            "read_offset": queue.read_offset,
+            "end_offset": queue.end_offset,
+            "cached_bytes": queue.cached_bytes,
+            "cache_limit_bytes": queue.cache_limit_bytes,
+            "cached_events": queue.cached_events,
+            "lag_batches": optional(queue, "lag_batches"),
+            "lag_events": optional(queue, "lag_events"),
+            "lag_ms": optional(queue, "lag_ms"),
+            "delayed_events": queue.delayed_events,
+        }
+        for silo in cluster.silos
+        for provider in silo.providers
+        for queue in provider.queues
+    ]
+    rows += [
+        {
+            "provider": one.provider,
+            "index": one.index,
+            "silo": "",
+            "state": "unserved",
+            "reason": one.reason,
+            "since_ms": one.since_ms,
+        }
+        for one in cluster.unserved
+    ]
+    return sorted(rows, key=lambda row: (row["provider"], row["index"]))
+
+
+def blocked_row(one: observation_pb2.BlockedStream) -> dict[str, Any]:
+    return {
+        "stream": {"namespace": one.stream.namespace, "key": one.stream.key},
+        "queue": one.queue,
+        "offset": one.offset,
+        "index": one.index,
+        "state": one.state,
+        "reason": one.reason,
+        "attempts": one.attempts,
+        "next_in_ms": optional(one, "next_in_ms"),
+    }
+
+
+def paused_row(one: subscriptions_pb2.PausedStream, queue: int) -> dict[str, Any]:
+    """A paused stream of a subscription that no silo serves."""
+    stream = {"namespace": one.stream.namespace, "key": one.stream.key}
+    return {"stream": stream, "queue": queue, "state": "paused", "reason": one.reason, "attempts": None}
+
+
+def consumer_row(silo: str, one: subscriptions_pb2.Consumer) -> dict[str, Any]:
+    return {
+        "id": one.id,
+        "silo": silo,
+        "connected": one.connected,
+        "credit_events": one.credit_events,
+        "credit_bytes": one.credit_bytes,
+        "in_flight_events": one.in_flight_events,
+        "queues": list(one.queues),
+        "blocked": one.blocked,
+    }

@@ -1,0 +1,3 @@
+from tests.servers import chromium
+
+__all__ = ["chromium"]
