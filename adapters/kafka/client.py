@@ -34,9 +34,13 @@ _UNAUTHORIZED = {
 }
 
 
+RecordHeaders = Sequence[tuple[str, bytes | None]]
+
+
 class KafkaRecord(Protocol):
     """A message that a consumer has received."""
 
+    def __len__(self) -> int: ...
     def error(self) -> KafkaError | None: ...
     def offset(self) -> int: ...
     def partition(self) -> int: ...

@@ -138,20 +138,25 @@ class PartitionFetcher:
     def _decoded(self, found: Sequence[KafkaRecord], end: int, paused: bool) -> FetchedGroup:
         records: list[FetchedRecord] = []
         epochs: list[EpochRange] = []
-        nbytes = 0
+        nbytes, known, low, high = 0, None, end, end
+        decode, place = self._format.batch, self._call_place
         for record in found:
             error = record.error()
             if error is None:
-                batch = self._format.batch(record)
-                part = call_part(record.headers(), self._call_place)
-                records.append(FetchedRecord(record.offset(), batch, part, record.timestamp()[1]))
-                _add_epoch(epochs, record, end)
-                end = record.offset() + 1
-                nbytes += len(record.value() or b"")
+                offset, headers = record.offset(), record.headers()
+                part = call_part(headers, place) if headers else None
+                records.append(FetchedRecord(offset, decode(record, headers), part, record.timestamp()[1]))
+                if (epoch := record.leader_epoch()) != known:
+                    _add_epoch(epochs, known, low, high)
+                    known, low = epoch, min(end, offset)
+                end = high = offset + 1
+                nbytes += len(record)
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 (its name)
                 end = max(end, record.offset())
             else:
+                _add_epoch(epochs, known, low, high)
                 return FetchedGroup(records, end, nbytes, paused, error, epochs)
+        _add_epoch(epochs, known, low, high)
         return FetchedGroup(records, end, nbytes, paused, None, epochs)
 
     def _hand_over(self, group: FetchedGroup) -> None:
@@ -167,12 +172,7 @@ class PartitionFetcher:
             self._deliver(group)
 
 
-def _add_epoch(epochs: list[EpochRange], record: KafkaRecord, before: int) -> None:
-    """Add the epoch of a record. All records from offset `before` on are read."""
-    epoch = record.leader_epoch()
-    if epoch is None:
-        return
-    if epochs and epochs[-1].epoch == epoch:
-        epochs[-1] = epochs[-1]._replace(high=record.offset() + 1)
-    else:
-        epochs.append(EpochRange(epoch, min(before, record.offset()), record.offset() + 1))
+def _add_epoch(epochs: list[EpochRange], epoch: int | None, low: int, high: int) -> None:
+    """Add the epoch of the records from offset `low` up to `high`, exclusive. None: it is not known."""
+    if epoch is not None:
+        epochs.append(EpochRange(epoch, low, high))

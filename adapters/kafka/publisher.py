@@ -104,7 +104,7 @@ class RecordPublisher:
         """
         if self._closing:
             raise Closed("the kafka adapter is closed")
-        nbytes = sum(record.nbytes for record in records)
+        nbytes = sum(len(value or b"") + len(key or b"") for _, key, value, _ in records)
         self._check_space(len(records), nbytes)
         call = PendingRecords(len(records), nbytes, self._loop)
         if not records:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
 from ...streams.field_limits import MAX_TIME_US, MIN_TIME_US, check_headers, check_ids
 from ...streams.identity import StreamId
-from .client import KafkaRecord
+from .client import KafkaRecord, RecordHeaders
 from .keys import as_base64, record_key, stream_key
 from .ledger import CALL
 from .partitioners import PartitionMapper
@@ -24,10 +23,10 @@ TIME, ID = f"{OWN}time", f"{OWN}id"
 NULL_VALUE = "kafka.value"
 """An event with this header, and the value `null`, is a record without a value: a tombstone."""
 MAX_DIGITS = 20
+_HEADERS_BYTES = 64
+"""Bound of the bytes of the header of the time, and of the name of the header of the id."""
 KNOWN_KEYS = 1 << 16
 """Largest number of keys whose streams a reader remembers."""
-
-RecordHeaders = Sequence[tuple[str, bytes | None]]
 
 
 class RawFormat:
@@ -56,14 +55,17 @@ class RawFormat:
         if key.is_hashed:
             raise InvalidArgument(f"{stream} stands for a key that is too long for a name: headrace only reads it")
         records = [self._record(queue, key.key, event) for event in batch.iter_events()]
-        for record in records:
-            nbytes = record.nbytes + sum(len(name) + len(value) for name, value in record.headers or ())
-            if nbytes > self._max_bytes:
-                raise PayloadTooLarge(f"an event for {stream}", nbytes, self._max_bytes)
+        if batch.nbytes + len(records) * _HEADERS_BYTES > self._max_bytes:
+            for record in records:
+                nbytes = record.nbytes + sum(len(name) + len(value) for name, value in record.headers or ())
+                if nbytes > self._max_bytes:
+                    raise PayloadTooLarge(f"an event for {stream}", nbytes, self._max_bytes)
         return records
 
     def _record(self, queue: int, key: bytes | None, event: Event) -> OutgoingRecord:
-        headers = [(TIME, str(event.timestamp_us or 0).encode())]
+        headers = [(TIME, b"%d" % (event.timestamp_us or 0))]
+        if not event.id and not event.headers:
+            return OutgoingRecord(queue, key, event.payload, headers)
         if event.id:
             headers.append((ID, event.id.encode()))
         value: bytes | None = event.payload
@@ -78,11 +80,13 @@ class RawFormat:
 
     # ---- reading, in a thread --------------------------------------------------------------------------------------
 
-    def batch(self, record: KafkaRecord) -> EventBatch | str:
-        value, headers = record.value(), record.headers()
+    def batch(self, record: KafkaRecord, headers: RecordHeaders | None) -> EventBatch | str:
+        value = record.value()
         if value is not None and len(value) > MAX_EVENT_BYTES:
             return f"the record's value has {len(value):,} bytes, and an event has at most {MAX_EVENT_BYTES:,}"
         stream = self._stream(record)
+        if value is not None and (given := _only_time(headers)) is not None:
+            return EventBatch(stream, layout.write_one(stream.prefix, value, given), 1, record.offset())
         time_us = _time_us(record.timestamp()[1] * 1000)
         if value is not None and not headers:
             return EventBatch(stream, layout.write_one(stream.prefix, value, time_us), 1, record.offset())
@@ -141,13 +145,25 @@ def _fields(headers: RecordHeaders, time_us: int) -> _Fields:
     for name, value in headers:
         if not name.startswith(OWN):
             found.headers[name] = "" if value is None else _text(value)
-        elif name == TIME and value is not None and len(value) < MAX_DIGITS and value.removeprefix(b"-").isdigit():
-            found.time_us = _time_us(int(value))
+        elif name == TIME and (given := _given_time(value)) is not None:
+            found.time_us = given
         elif name == ID and value is not None:
             found.event_id = _text(value)
         elif name != CALL:
             found.headers[name] = "" if value is None else _text(value)
     return found
+
+
+def _only_time(headers: RecordHeaders | None) -> int | None:
+    """Return the time in the headers if they have nothing else, as those of most events that headrace has published."""
+    return _given_time(headers[0][1]) if headers and len(headers) == 1 and headers[0][0] == TIME else None
+
+
+def _given_time(value: bytes | None) -> int | None:
+    """Return the time of an event that its publisher wrote, None if it is no number."""
+    if value is None or len(value) >= MAX_DIGITS or not value.removeprefix(b"-").isdigit():
+        return None
+    return _time_us(int(value))
 
 
 def _text(value: bytes) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from confluent_kafka import KafkaError
@@ -26,8 +25,7 @@ _LOST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """The next part of the queue, up to `end`: a batch, a gap, or no batch."""
 
     end: int
@@ -123,17 +121,16 @@ class KafkaReceiver(QueueReceiver):
         """A group of records was fetched."""
         self._unchecked = self._unchecked or group.paused
         deliver = self._queue.note(group)
-        waiting = 0
-        for record, wanted in zip(group.records, deliver, strict=True):
-            end = record.offset + 1
+        waiting, add = 0, self._steps.append
+        for (offset, batch, _, _), wanted in zip(group.records, deliver, strict=True):
             if not wanted:
-                log.info("queue %d: a late duplicate at offset %d is left out", self._queue.number, record.offset)
-            elif isinstance(record.batch, str):
-                log.error("queue %d, offset %d: %s; it is skipped", self._queue.number, record.offset, record.batch)
-                self._steps.append(_Step(end, gap=Gap(record.offset, end, record.batch)))
+                log.info("queue %d: a late duplicate at offset %d is left out", self._queue.number, offset)
+            elif isinstance(batch, str):
+                log.error("queue %d, offset %d: %s; it is skipped", self._queue.number, offset, batch)
+                add(_Step(offset + 1, gap=Gap(offset, offset + 1, batch)))
             else:
-                self._steps.append(_Step(end, record.batch))
-                waiting += record.batch.nbytes
+                add(_Step(offset + 1, batch))
+                waiting += len(batch.encoded)
         reached = self._steps[-1].end if self._steps else self._position
         if group.end > reached:
             self._steps.append(_Step(group.end))

@@ -1,6 +1,6 @@
 """Queues in PostgreSQL: headrace's adapter, rows written by `COPY` and taken by `SKIP LOCKED`, and pgmq's statements.
 
-The server syncs each commit. Peers keep `WINDOW` batches on their way, and commit them one after the other.
+The server syncs each commit. headrace has eight batches on their way; the peers commit one after the other.
 """
 
 from __future__ import annotations
@@ -8,21 +8,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from headrace import EventBatch, Provider, Start
-
 from ..servers import PostgresServer, Server
 from .peer import Peer, PeerConsumer, Producer
+from .provider import ProviderClient
 
 if TYPE_CHECKING:
     from psycopg import AsyncConnection
 
-WINDOW = 8
-"""Publishes that wait for their commit at a time."""
-IDLE_S = 1.0
 POLL_S = 0.001
 """How often a peer asks for messages if there were none, in seconds."""
 
@@ -40,79 +36,6 @@ class PostgresQueue(Peer):
 
     def server(self) -> Server:
         return PostgresServer(fsync=True)
-
-
-class HeadraceQueue:
-    """headrace's adapter, one queue. Control data is in the memory of each process."""
-
-    @asynccontextmanager
-    async def producer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[Producer]:
-        async with _provider(address) as provider:
-            yield _HeadraceProducer(provider)
-
-    @asynccontextmanager
-    async def consumer(
-        self, address: str, *, batch: int, paced: bool = False, number: int = 0
-    ) -> AsyncGenerator[PeerConsumer]:
-        async with _provider(address) as provider:
-            consumer = _HeadraceConsumer()
-            await provider.subscribe(f"s{number}", "events/*", consumer.handle, batch=True, start=Start.earliest())
-            yield consumer
-
-
-@asynccontextmanager
-async def _provider(address: str) -> AsyncGenerator[Provider]:
-    options = {"url": url_of(address), "create": True}
-    async with Provider.open(adapter="postgres", queues=1, options=options) as provider:
-        yield provider
-
-
-class _Window:
-    """Keeps some calls on their way."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Future[Any]] = set()
-
-    async def add(self, call: Awaitable[Any]) -> None:
-        self._running.add(asyncio.ensure_future(call))
-        if len(self._running) >= WINDOW:
-            done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
-
-    async def flush(self) -> None:
-        await asyncio.gather(*self._running)
-        self._running.clear()
-
-
-class _HeadraceProducer:
-    def __init__(self, provider: Provider) -> None:
-        self._stream = provider.stream("events", "1")
-        self._window = _Window()
-
-    async def send(self, payloads: Sequence[bytes]) -> None:
-        await self._window.add(self._stream.publish(list(payloads)))
-
-    async def flush(self) -> None:
-        await self._window.flush()
-
-
-class _HeadraceConsumer:
-    def __init__(self) -> None:
-        self._arrived: asyncio.Queue[Sequence[bytes]] = asyncio.Queue()
-
-    async def handle(self, batch: EventBatch) -> None:
-        self._arrived.put_nowait(batch.payloads())
-
-    async def receive(self) -> Sequence[bytes]:
-        try:
-            async with asyncio.timeout(IDLE_S):
-                return await self._arrived.get()
-        except TimeoutError:
-            return ()
-
-    async def finish(self) -> None:
-        """Every batch was acknowledged when its handler returned."""
 
 
 class SqlQueue:
@@ -224,7 +147,7 @@ class _SqlConsumer:
         """Everything was deleted when `receive` returned."""
 
 
-adapter = HeadraceQueue()
+adapter = ProviderClient("postgres", lambda address: {"url": url_of(address), "create": True})
 copied = SqlQueue(CopyRows())
 pgmq = SqlQueue(PgmqStatements())
 

@@ -91,7 +91,7 @@ async def test_refusals_of_a_position_that_was_accepted_between_them_are_no_lost
 
 
 class BrokenFormat(PackedFormat):
-    def batch(self, record: KafkaRecord) -> str:
+    def batch(self, record: KafkaRecord, headers: object) -> str:
         raise LookupError(f"a mistake at offset {record.offset()}")
 
 
