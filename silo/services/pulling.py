@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from ...client.routing import ATTACH_S, ENDED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
@@ -37,6 +37,8 @@ RETURN_S = 1.0
 """Time that silos have to give credit back, in seconds."""
 CLOSE_S = 1.0
 """Time that silos have to save when the consumer leaves, in seconds."""
+MAX_CONSUMERS = 10_000
+"""The most consumers of one client that pull at a time. Each has sessions, which take about 50 KiB."""
 
 
 def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
@@ -49,16 +51,19 @@ def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
 class PullingConsumers:
     """The consumers that pull from this silo. `calls_for` returns the calls of the sessions for a caller's address."""
 
-    def __init__(self, calls_for: Callable[[str], SessionCalls]) -> None:
+    def __init__(self, calls_for: Callable[[str], SessionCalls], most: int = MAX_CONSUMERS) -> None:
         self._calls_for = calls_for
+        self._most = most
         self._present: dict[ConsumerKey, PullingConsumer] = {}
+        self._clients: Counter[str] = Counter()
+        """Number of consumers of each client."""
 
     async def aclose(self) -> None:
         await asyncio.gather(*(each.aclose() for each in list(self._present.values())))
 
     async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
         """Return the encoded answer to a `Pull`, also to one that leaves, without refusals. Raises LimitExceeded if
-        another call of the consumer waits."""
+        another call of the consumer waits, or the client has too many consumers."""
         opening, key = session_open(target, None, pulls=True), target.key
         while not request.leave and (known := self._present.get(key)) is not None and known.differs(opening):
             await known.aclose()
@@ -67,10 +72,22 @@ class PullingConsumers:
             await target.consumers.prepare(target.definition, target.consumer, None)
         known = self._present.get(key)  # another call may have come before
         if known is None:
-            known = self._present[key] = PullingConsumer(
-                opening, self._calls_for(call.peer), lambda: self._present.pop(key)
-            )
+            known = self._present[key] = self._made(call, key, opening)
         return await (known.leave() if request.leave else known.pull(call, request))
+
+    def _made(self, call: ServiceCall, key: ConsumerKey, opening: pb.Open) -> PullingConsumer:
+        client = call.client
+        if self._clients[client] >= self._most:
+            raise LimitExceeded(f"{self._most:,} consumers of {client} pull already: let some of them leave")
+
+        def ended() -> None:
+            del self._present[key]
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+
+        self._clients[client] += 1
+        return PullingConsumer(opening, self._calls_for(call.peer), ended)
 
 
 class PullingConsumer(LinkUser):
@@ -87,8 +104,8 @@ class PullingConsumer(LinkUser):
         self._is_waiting = False
         self._arrived = asyncio.Event()
         """Batches, other news of the sessions, or their end."""
-        self._batches: list[tuple[int, bytes]] = []
-        """Batches that wait for the answer: queue, and frame."""
+        self._batches: list[tuple[QueueStatus, bytes]] = []
+        """Batches that wait for the answer: the status of the queue under which each came, and its frame."""
         self._released: dict[SiloLink, list[pb.QueueReport]] = {}
         self._gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
         self._task = self._loop.create_task(self._run(), name="headrace consumer pulls")
@@ -150,22 +167,19 @@ class PullingConsumer(LinkUser):
     def _answer(self) -> bytes:
         response = pb.PullResponse(gaps=self._gaps)
         self._gaps.clear()
-        for queue in sorted({queue for queue, _ in self._batches}):
-            if (link := self._router.link_of(queue)) is not None:
-                response.queues.append(pb.QueueStatus(**link.queues[queue]._asdict()))
+        for _, status in sorted({status.queue: status for status, _ in self._batches}.items()):
+            response.queues.append(pb.QueueStatus(**status._asdict()))
         frames = b"".join([frame for _, frame in self._batches])
         self._batches.clear()
         return frames + response.SerializeToString()
 
     def _release(self) -> None:
         """Give back the batches of a call that was cancelled."""
-        for queue, frame in self._batches:
-            link = self._router.link_of(queue)
-            if link is not None:
-                report = pb.QueueReport(queue=queue, epoch=link.queues[queue].epoch)
-                report.generation = link.queues[queue].generation
+        for (queue, _, epoch, generation, _), frame in self._batches:
+            if (link := self._router.link_of(queue)) is not None:
                 [delivered], _ = split(frame)
                 index = delivered.indexes[0] if delivered.indexes else 0
+                report = pb.QueueReport(queue=queue, epoch=epoch, generation=generation)
                 report.released.add(offset=delivered.batch.offset, index=index)
                 self._released.setdefault(link, []).append(report)
                 link.wake()
@@ -175,11 +189,11 @@ class PullingConsumer(LinkUser):
         """Keep the sessions until the consumer has not called for its session timeout."""
         routing = self._loop.create_task(self._router.run(), name="headrace routes of a consumer that pulls")
         try:
-            while not routing.done():
-                await asyncio.wait([routing], timeout=CHECK_S)
-                if not self._is_waiting and self._loop.time() - self._called_at > self._timeout_s:
-                    self._give_up()
-                    await asyncio.wait([routing])
+            while not routing.done() and (left := self._left_s()) > 0:
+                await asyncio.wait([routing], timeout=max(left, CHECK_S))
+            if not routing.done():
+                self._give_up()
+                await asyncio.wait([routing])
             self._error = Unavailable("the consumer left: pull again to come back")
             routing.result()
         except HeadraceError as error:
@@ -189,6 +203,10 @@ class PullingConsumer(LinkUser):
             await end(routing)
             self._arrived.set()
             self._on_end()
+
+    def _left_s(self) -> float:
+        """Return after how many seconds the consumer is given up, if it does not call before."""
+        return self._timeout_s if self._is_waiting else self._called_at + self._timeout_s - self._loop.time()
 
     def _give_up(self) -> None:
         opening = self._opening
@@ -208,8 +226,13 @@ class PullingConsumer(LinkUser):
     def opened(self, link: SiloLink, opened: pb.Opened) -> None: ...
 
     def changed(self, link: SiloLink, status: QueueStatus) -> None:
-        if status.state == ENDED:
-            self._batches = [(queue, frame) for queue, frame in self._batches if queue != status.queue]
+        """Drop the batches of another lease, or from before a seek: they come again."""
+        queue, fence = status.queue, (status.epoch, status.generation)
+        self._batches = [
+            (came, frame)
+            for came, frame in self._batches
+            if came.queue != queue or (status.state != ENDED and (came.epoch, came.generation) == fence)
+        ]
 
     def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         released = self._released.pop(link, None)
@@ -217,7 +240,9 @@ class PullingConsumer(LinkUser):
 
     def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         found = map(element_frame, elements(frames, BATCHES)[0])
-        self._batches += zip([each.queue for each in delivered], found, strict=True)
+        for each, frame in zip(delivered, found, strict=True):
+            if (status := link.queues.get(each.queue)) is not None:
+                self._batches.append((status, frame))
         self._arrived.set()
 
     def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:

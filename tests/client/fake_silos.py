@@ -77,9 +77,9 @@ class FakeSession(StreamCall):
         self.responses.put_nowait(frames)
         return len(frames)
 
-    def tell(self, queue: int, state: int = SERVED, epoch: int = 1) -> None:
+    def tell(self, queue: int, state: int = SERVED, epoch: int = 1, generation: int = 0) -> None:
         """Send the status of a queue."""
-        status = pb.QueueStatus(queue=queue, epoch=epoch, assigned=True)
+        status = pb.QueueStatus(queue=queue, epoch=epoch, generation=generation, assigned=True)
         status.state = pb.QueueStatus.State.ValueType(state)
         self.say(pb.SubscribeResponse(queues=[status]))
 
