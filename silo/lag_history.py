@@ -84,25 +84,30 @@ async def _measured(provider: ProviderCore) -> list[tuple[str, Lag]]:
     """Return the lag of each subscription in each queue. The consumers of a broadcast count for its subscription."""
     now_us = time.time_ns() // 1000
     found: list[tuple[str, Lag]] = []
+    ends: dict[int, int] = {}
     for name, one in list(provider.manager.served.items()):
-        shown = name.partition(CONSUMER_SEPARATOR)[0]
         for queue, delivery in list(one.deliveries.items()):
+            lag = Lag(now_us, delivered_events=delivery.counts.delivered_events)
             try:
-                backlog = await provider.adapter.backlog(queue, delivery.progress.watermark)
+                lag = await _with_backlog(provider, queue, delivery.progress.watermark, ends, lag)
             except HeadraceError:  # the queue cannot be read: its state reports that
-                found.append((shown, Lag(now_us, events=None, age_ms=None)))
-                continue
-            age = age_s(backlog)
-            found.append(
-                (
-                    shown,
-                    Lag(
-                        now_us,
-                        backlog.batches,
-                        0 if not backlog.batches else backlog.events,
-                        None if age is None else round(1000 * age),
-                        delivery.counts.delivered_events,
-                    ),
-                )
-            )
+                lag = lag._replace(events=None, age_ms=None)
+            found.append((name.partition(CONSUMER_SEPARATOR)[0], lag))
     return found
+
+
+async def _with_backlog(provider: ProviderCore, queue: int, watermark: int, ends: dict[int, int], lag: Lag) -> Lag:
+    """Add the backlog from `watermark` on. `ends` has the ends of queues that are known already."""
+    adapter = provider.adapter
+    if adapter.capabilities.ordered:
+        if queue not in ends:
+            ends[queue] = (await adapter.bounds(queue)).next
+        if watermark >= ends[queue]:
+            return lag
+    backlog = await adapter.backlog(queue, watermark)
+    if not backlog.batches:
+        return lag
+    age = age_s(backlog)
+    return lag._replace(
+        batches=backlog.batches, events=backlog.events, age_ms=None if age is None else round(1000 * age)
+    )

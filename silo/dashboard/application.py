@@ -33,6 +33,8 @@ FRAME_S = 1.0
 """Interval of the events of a page, in seconds."""
 MAX_STREAMS = 64
 """Most pages that are open with server-sent events, over all viewers."""
+MAX_RENDERING = 8
+"""Pages and actions that are worked on at a time, over all viewers. Further ones wait."""
 MAX_BODY = 256 << 10
 """Most bytes in the body of a request."""
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -61,6 +63,7 @@ class Dashboard:
         self._open: _Open | None = None
         self._closing = asyncio.Event()
         self._streams = 0
+        self._working = asyncio.Semaphore(MAX_RENDERING)
         self._files = _static_files()
         self._version = metadata.version("headrace")
 
@@ -160,11 +163,11 @@ class Dashboard:
 
     async def _page(self, request: Request) -> Response:
         source = await self._source(request)
-        return _json(await source.render())
+        return _json(await self._render(source))
 
     async def _live(self, request: Request) -> Response:
         source = await self._source(request)
-        first = await source.render()  # an error is a status
+        first = await self._render(source)  # an error is a status
         if self._streams >= MAX_STREAMS:
             raise LimitExceeded(f"{MAX_STREAMS} pages are open at this silo: close one, or open another silo's page")
         return StreamingResponse(self._frames(request, source, first), media_type="text/event-stream")
@@ -185,12 +188,16 @@ class Dashboard:
             while not await self._pause():
                 try:
                     await self._opened.sessions.viewer(request)
-                    yield _event("page", await source.render())
+                    yield _event("page", await self._render(source))
                 except HeadraceError as error:
                     yield _event("refused", {"code": error.code, "error": str(error)})
                     return
         finally:
             self._streams -= 1
+
+    async def _render(self, source: PageSource) -> dict[str, Any]:
+        async with self._working:
+            return await source.render()
 
     async def _pause(self) -> bool:
         """Wait for the next frame. Return True if the silo stops."""
@@ -209,8 +216,9 @@ class Dashboard:
         if not viewer.logged_in:
             raise PermissionDenied("log in with a token that may manage: without a login, the dashboard only shows")
         options = await _body(request)
-        result = await action(InProcessTransport(opened.methods, viewer.principal), options)
-        log.info("dashboard: %s: %s %s: %s", viewer.principal, name, options, result)
+        async with self._working:
+            result = await action(InProcessTransport(opened.methods, viewer.principal), options)
+        log.info("dashboard: %s: %s %.300r: %s", viewer.principal, name, options, result)
         return _json(result)
 
 
