@@ -56,6 +56,7 @@ class DescribeQueueResponse(_message.Message):
     CURSORS_FIELD_NUMBER: _builtins.int
     RECEIVED_EVENTS_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     silo: _builtins.str
     """Name of the silo that serves the queue. Empty if no silo does; then the other fields are empty, too."""
     cache_limit_events: _builtins.int
@@ -66,9 +67,11 @@ class DescribeQueueResponse(_message.Message):
     """Events read from the queue since the silo began."""
     received_bytes: _builtins.int
     """The same in bytes."""
+    queue_count: _builtins.int
+    """The number of queues of the provider; also set if no silo serves the queue."""
     @_builtins.property
     def queue(self) -> _cluster_pb2.Queue:
-        """The queue and its agent, without amounts that only reading would show."""
+        """The queue and its agent."""
 
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheBucket]:
@@ -89,10 +92,11 @@ class DescribeQueueResponse(_message.Message):
         cursors: _abc.Iterable[Global___QueueCursor] | None = ...,
         received_events: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
+        queue_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "cache_limit_events", b"cache_limit_events", "cursors", b"cursors", "pressure", b"pressure", "queue", b"queue", "received_bytes", b"received_bytes", "received_events", b"received_events", "silo", b"silo"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "cache_limit_events", b"cache_limit_events", "cursors", b"cursors", "pressure", b"pressure", "queue", b"queue", "queue_count", b"queue_count", "received_bytes", b"received_bytes", "received_events", b"received_events", "silo", b"silo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,6 +192,7 @@ class DescribeSubscriptionsRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     BLOCKED_FIELD_NUMBER: _builtins.int
     HISTORY_MS_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     name: _builtins.str
@@ -196,6 +201,8 @@ class DescribeSubscriptionsRequest(_message.Message):
     """Blocked streams that each silo names at the most; at most 100."""
     history_ms: _builtins.int
     """The age of the oldest lag sample that is returned, in milliseconds. 0: only the last sample of each silo."""
+    counted: _builtins.bool
+    """Count the dead letters and gap records of each subscription."""
     def __init__(
         self,
         *,
@@ -203,10 +210,11 @@ class DescribeSubscriptionsRequest(_message.Message):
         name: _builtins.str = ...,
         blocked: _builtins.int = ...,
         history_ms: _builtins.int = ...,
+        counted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked", b"blocked", "history_ms", b"history_ms", "name", b"name", "provider", b"provider"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked", b"blocked", "counted", b"counted", "history_ms", b"history_ms", "name", b"name", "provider", b"provider"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,22 +225,58 @@ class DescribeSubscriptionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: _builtins.int
+    LEFT_BEHIND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionPart]:
         """By name and silo. A subscription that no silo serves is missing."""
+
+    @_builtins.property
+    def left_behind(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftBehind]:
+        """If they were counted: the dead letters and gap records of each subscription, also of one that no silo serves."""
 
     def __init__(
         self,
         *,
         parts: _abc.Iterable[Global___SubscriptionPart] | None = ...,
+        left_behind: _abc.Iterable[Global___LeftBehind] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_behind", b"left_behind", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeSubscriptionsResponse: _TypeAlias = DescribeSubscriptionsResponse  # noqa: Y015
+
+@_typing.final
+class LeftBehind(_message.Message):
+    """The events that a subscription gave up on or missed, over all queues."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the subscription."""
+    dead_letters: _builtins.int
+    """The number of its dead letters."""
+    gaps: _builtins.int
+    """The number of its gap records."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dead_letters: _builtins.int = ...,
+        gaps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gaps", b"gaps", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftBehind: _TypeAlias = LeftBehind  # noqa: Y015
 
 @_typing.final
 class SubscriptionPart(_message.Message):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from importlib import metadata
 from importlib.resources import files
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -54,6 +56,27 @@ class _Open(NamedTuple):
     silo_name: Callable[[], str]
 
 
+class SharedPage:
+    """The content of a page, for all viewers with the same permissions that have it open."""
+
+    def __init__(self, source: PageSource, fresh_s: float) -> None:
+        """`fresh_s`: content of this age is sent again, in seconds."""
+        self._source = source
+        self._fresh_s = fresh_s
+        self._rendering = asyncio.Lock()
+        self._content: dict[str, Any] = {}
+        self._until = -math.inf
+
+    async def content(self) -> dict[str, Any]:
+        """Return the content at the moment. Raise the errors of the services."""
+        async with self._rendering:
+            now = asyncio.get_running_loop().time
+            if self._until < now():
+                self._content = await self._source.render()
+                self._until = now() + self._fresh_s
+            return self._content
+
+
 class Dashboard:
     """The dashboard of a silo. `routes` exist from the start; they answer 503 before `open` and after `close`."""
 
@@ -64,6 +87,8 @@ class Dashboard:
         self._closing = asyncio.Event()
         self._streams = 0
         self._working = asyncio.Semaphore(MAX_RENDERING)
+        self._pages: WeakValueDictionary[tuple[object, ...], SharedPage] = WeakValueDictionary()
+        """The pages that are open, by page, viewer and options."""
         self._files = _static_files()
         self._version = metadata.version("headrace")
 
@@ -162,25 +187,30 @@ class Dashboard:
     # ---- pages and actions -----------------------------------------------------------------------------------------
 
     async def _page(self, request: Request) -> Response:
-        source = await self._source(request)
-        return _json(await self._render(source))
+        return _json(await self._render(await self._shared(request)))
 
     async def _live(self, request: Request) -> Response:
-        source = await self._source(request)
-        first = await self._render(source)  # an error is a status
+        shared = await self._shared(request)
+        first = await self._render(shared)  # an error is a status
         if self._streams >= MAX_STREAMS:
             raise LimitExceeded(f"{MAX_STREAMS} pages are open at this silo: close one, or open another silo's page")
-        return StreamingResponse(self._frames(request, source, first), media_type="text/event-stream")
+        return StreamingResponse(self._frames(request, shared, first), media_type="text/event-stream")
 
-    async def _source(self, request: Request) -> PageSource:
+    async def _shared(self, request: Request) -> SharedPage:
         opened = self._opened
         viewer = await opened.sessions.viewer(request)
-        page = PAGES.get(request.path_params["page"])
+        name, options = request.path_params["page"], request.query_params
+        page = PAGES.get(name)
         if page is None:
-            raise NotFound(f"there is no page {request.path_params['page']!r}")
-        return page(InProcessTransport(opened.methods, viewer.principal), viewer, request.query_params)
+            raise NotFound(f"there is no page {name!r}")
+        key = (name, viewer, frozenset(options.multi_items()))
+        shared = self._pages.get(key)
+        if shared is None:
+            source = page(InProcessTransport(opened.methods, viewer.principal), viewer, options)
+            shared = self._pages[key] = SharedPage(source, self._frame_s / 2)
+        return shared
 
-    async def _frames(self, request: Request, source: PageSource, first: Any) -> AsyncGenerator[bytes]:
+    async def _frames(self, request: Request, shared: SharedPage, first: Any) -> AsyncGenerator[bytes]:
         """The page's content, as one event each time. An event `refused` ends it."""
         self._streams += 1
         try:
@@ -188,16 +218,16 @@ class Dashboard:
             while not await self._pause():
                 try:
                     await self._opened.sessions.viewer(request)
-                    yield _event("page", await self._render(source))
+                    yield _event("page", await self._render(shared))
                 except HeadraceError as error:
                     yield _event("refused", {"code": error.code, "error": str(error)})
                     return
         finally:
             self._streams -= 1
 
-    async def _render(self, source: PageSource) -> dict[str, Any]:
+    async def _render(self, shared: SharedPage) -> dict[str, Any]:
         async with self._working:
-            return await source.render()
+            return await shared.content()
 
     async def _pause(self) -> bool:
         """Wait for the next frame. Return True if the silo stops."""

@@ -35,13 +35,13 @@ class ServiceCalls:
         return await self._ask("ObservationService/DescribeQueue", request, observation_pb2.DescribeQueueResponse)
 
     async def parts(
-        self, provider: str, name: str = "", *, blocked: int = 0, history_ms: int = 0
-    ) -> list[observation_pb2.SubscriptionPart]:
+        self, provider: str, name: str = "", *, blocked: int = 0, history_ms: int = 0, counted: bool = False
+    ) -> observation_pb2.DescribeSubscriptionsResponse:
         request = observation_pb2.DescribeSubscriptionsRequest(
-            provider=provider, name=name, blocked=blocked, history_ms=history_ms
+            provider=provider, name=name, blocked=blocked, history_ms=history_ms, counted=counted
         )
         kind = observation_pb2.DescribeSubscriptionsResponse
-        return list((await self._ask("ObservationService/DescribeSubscriptions", request, kind)).parts)
+        return await self._ask("ObservationService/DescribeSubscriptions", request, kind)
 
     async def moves(self) -> list[observation_pb2.QueueMove]:
         request = observation_pb2.ListMovesRequest()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
 from ...streams import wire
-from ...streams.errors import HeadraceError
+from ...streams.errors import PermissionDenied
 from ..local import InProcessTransport
 from .calls import ServiceCalls, number_of, optional
 from .letters import LetterFilter, page_of, shown
@@ -19,8 +19,8 @@ from .summaries import lag_series, merged_parts, problems_of
 OVERVIEW_MS = 2 * 60_000
 HISTORY_MS = 10 * 60_000
 MAX_BLOCKED = 50
-COUNT_FRAMES = 5
-"""Dead letters and gaps are counted in every fifth frame: that reads the store."""
+SLOW_FRAMES = 5
+"""What reads the store, such as counts and stored positions, is read for every fifth frame."""
 
 
 class PageSource(ABC):
@@ -43,19 +43,18 @@ class PageSource(ABC):
 class OverviewPage(PageSource):
     """All queues and subscriptions, and whatever needs a look."""
 
-    _frame = 0
-    _counts: Mapping[tuple[str, str], Mapping[str, int]] = {}
+    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+        super().__init__(transport, viewer, options)
+        self._frames = 0
+        self._left: dict[tuple[str, str], dict[str, int]] = {}
+        """Dead letters and gaps as of the last count, by provider and subscription."""
 
     async def render(self) -> dict[str, Any]:
         cluster = await self.calls.cluster()
         names = sorted({provider.name for silo in cluster.silos for provider in silo.providers})
         found = await asyncio.gather(*map(self._subscriptions, names))
+        self._frames += 1
         subscriptions = [row for rows in found for row in rows]
-        if self._frame % COUNT_FRAMES == 0:
-            self._counts = await self._counted(subscriptions)
-        self._frame += 1
-        for row in subscriptions:
-            row.update(self._counts.get((row["provider"], row["name"]), {}))
         queues = queue_rows(cluster)
         return {
             "silos": [silo_row(silo) for silo in cluster.silos],
@@ -65,32 +64,25 @@ class OverviewPage(PageSource):
         }
 
     async def _subscriptions(self, provider: str) -> list[dict[str, Any]]:
+        counted = self._frames % SLOW_FRAMES == 0
         try:
             definitions = await self.calls.subscriptions(provider)
-            parts = await self.calls.parts(provider, history_ms=OVERVIEW_MS)
-        except HeadraceError:  # the viewer may see no subscriptions: the cluster is shown alone
+            found = await self.calls.parts(provider, history_ms=OVERVIEW_MS, counted=counted)
+        except PermissionDenied:  # the viewer may see no subscriptions: the cluster is shown alone
             return []
+        for one in found.left_behind:
+            self._left[provider, one.name] = {"dead_letters": one.dead_letters, "gaps": one.gaps}
         return [
             {
                 "provider": provider,
                 "name": one.name,
                 "selector": one.selector,
                 "mode": mode_of(one),
-                **merged_parts([part for part in parts if part.name == one.name]),
+                **merged_parts([part for part in found.parts if part.name == one.name]),
+                **self._left.get((provider, one.name), {}),
             }
             for one in definitions
         ]
-
-    async def _counted(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[tuple[str, str], Mapping[str, int]]:
-        async def count(row: Mapping[str, Any]) -> Mapping[str, int]:
-            try:
-                found = await self.calls.subscription(row["provider"], row["name"])
-            except HeadraceError:  # it was deleted just now
-                return {}
-            return {"dead_letters": found.dead_letters, "gaps": found.gaps}
-
-        counted = await asyncio.gather(*map(count, rows))
-        return {(row["provider"], row["name"]): one for row, one in zip(rows, counted, strict=True)}
 
 
 class QueuePage(PageSource):
@@ -99,17 +91,16 @@ class QueuePage(PageSource):
     async def render(self) -> dict[str, Any]:
         number = number_of(self.options.get("queue", "0"), "queue")
         found = await self.calls.queue(self.provider, number)
-        cluster = await self.calls.cluster()
-        rows = {(row["provider"], row["index"]): row for row in queue_rows(cluster)}
-        count = next(
-            (one.queue_count for silo in cluster.silos for one in silo.providers if one.name == self.provider), 0
-        )
+        row = queue_row(self.provider, found.silo, found.queue)
+        if not found.silo:
+            rows = queue_rows(await self.calls.cluster())
+            row = next((one for one in rows if (one["provider"], one["index"]) == (self.provider, number)), row)
         return {
             "provider": self.provider,
             "index": number,
-            "count": count,
+            "count": found.queue_count,
             "silo": found.silo,
-            "queue": rows.get((self.provider, number)),
+            "queue": row,
             "cache": {
                 "events": found.queue.cached_events,
                 "bytes": found.queue.cached_bytes,
@@ -142,25 +133,29 @@ class QueuePage(PageSource):
 class SubscriptionPage(PageSource):
     """One subscription: its lag over time, its consumers, and the streams that are blocked."""
 
+    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+        super().__init__(transport, viewer, options)
+        self._frames = 0
+        self._found = subscriptions_pb2.Subscription()
+        """The subscription with its positions, of the last frame that read the store."""
+
     async def render(self) -> dict[str, Any]:
         name = self.options.get("name", "")
-        found = await self.calls.subscription(self.provider, name)
-        parts = await self.calls.parts(self.provider, name, blocked=MAX_BLOCKED, history_ms=HISTORY_MS)
+        if self._frames % SLOW_FRAMES == 0:
+            self._found = await self.calls.subscription(self.provider, name)
+        self._frames += 1
+        found = self._found
+        parts = (await self.calls.parts(self.provider, name, blocked=MAX_BLOCKED, history_ms=HISTORY_MS)).parts
         definition = found.definition
         blocked = [blocked_row(one) for part in parts for one in part.blocked]
-        known = {(row["stream"]["namespace"], row["stream"]["key"]) for row in blocked}
-        blocked += [
-            paused_row(one, progress.queue)
-            for progress in found.progress
-            for one in progress.paused
-            if (one.stream.namespace, one.stream.key) not in known
-        ]
+        if not parts:
+            blocked = [paused_row(one, progress.queue) for progress in found.progress for one in progress.paused]
         return {
             "provider": self.provider,
             "name": name,
             "selector": definition.selector,
             "mode": mode_of(definition),
-            "on_failure": wire.definition_of(definition).on_failure.value.replace("_", " "),
+            "on_failure": wire.definition_of(definition).on_failure.value.replace("-", " "),
             **merged_parts(parts),
             "dead_letters": found.dead_letters,
             "gaps": found.gaps,
@@ -251,26 +246,30 @@ def silo_row(silo: cluster_pb2.Silo) -> dict[str, Any]:
     }
 
 
+def queue_row(provider: str, silo: str, queue: cluster_pb2.Queue) -> dict[str, Any]:
+    return {
+        "provider": provider,
+        "index": queue.index,
+        "silo": silo,
+        "state": queue.state or "unknown",
+        "reason": queue.reason,
+        "epoch": queue.epoch,
+        "read_offset": queue.read_offset,
+        "end_offset": queue.end_offset,
+        "cached_bytes": queue.cached_bytes,
+        "cache_limit_bytes": queue.cache_limit_bytes,
+        "cached_events": queue.cached_events,
+        "lag_batches": optional(queue, "lag_batches"),
+        "lag_events": optional(queue, "lag_events"),
+        "lag_ms": optional(queue, "lag_ms"),
+        "delayed_events": queue.delayed_events,
+    }
+
+
 def queue_rows(cluster: cluster_pb2.Cluster) -> list[dict[str, Any]]:
     """Return all queues, served or not, by provider and number."""
-    rows: list[dict[str, Any]] = [
-        {
-            "provider": provider.name,
-            "index": queue.index,
-            "silo": silo.name,
-            "state": queue.state,
-            "reason": queue.reason,
-            "epoch": queue.epoch,
-            "read_offset": queue.read_offset,
-            "end_offset": queue.end_offset,
-            "cached_bytes": queue.cached_bytes,
-            "cache_limit_bytes": queue.cache_limit_bytes,
-            "cached_events": queue.cached_events,
-            "lag_batches": optional(queue, "lag_batches"),
-            "lag_events": optional(queue, "lag_events"),
-            "lag_ms": optional(queue, "lag_ms"),
-            "delayed_events": queue.delayed_events,
-        }
+    rows = [
+        queue_row(provider.name, silo.name, queue)
         for silo in cluster.silos
         for provider in silo.providers
         for queue in provider.queues

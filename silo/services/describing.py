@@ -115,12 +115,13 @@ async def _described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
     """Describe a provider with the queues that this silo reads. With `counted`, read the queues to count the lag."""
     leases = provider.manager.leases
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
-    lags = await _lags(provider, [view.index for view in views]) if counted else {}
+    lags = await queue_lags(provider, [view.index for view in views]) if counted else {}
     queues = [await queue_message(provider, view, lags.get(view.index)) for view in views]
     return pb.Provider(name=provider.name, adapter=provider.adapter_name, queues=queues, queue_count=provider.queues)
 
 
-async def _lags(provider: ProviderCore, queues: Sequence[int]) -> dict[int, Backlog]:
+async def queue_lags(provider: ProviderCore, queues: Sequence[int]) -> dict[int, Backlog]:
+    """Read the queues to count what some subscription has not finished."""
     unfinished = await _unfinished(provider)
     return {queue: await _backlog(provider, queue, unfinished.get(queue)) for queue in queues}
 

@@ -26,9 +26,9 @@ from ..lag_history import LagHistory
 from ..provider_core import ProviderCore
 from ..views import SubscriptionView
 from .agent_changes import RunningSilo
-from .describing import ASK_S, name_of, queue_message, require_any_permission
+from .describing import ASK_S, name_of, queue_lags, queue_message, require_any_permission
 from .lookup import TO_KNOW, TO_MANAGE, provider_of
-from .subscriptions import consumer_messages, is_listed
+from .subscriptions import consumer_messages, is_listed, left_behind
 from .visible import sees_everything
 
 log = logging.getLogger("headrace.silo")
@@ -65,23 +65,25 @@ class ObservationService:
         if clustered_silo is not None:
             owner = clustered_silo.owner(provider.name, request.queue)
             if not owner:
-                return pb.DescribeQueueResponse().SerializeToString()
+                return pb.DescribeQueueResponse(queue_count=provider.queues).SerializeToString()
             return await clustered_silo.call(owner, "ObservationService/DescribeQueue", message, timeout_s=ASK_S)
         return (await self._queue(provider, request.queue)).SerializeToString()
 
     async def _queue(self, provider: ProviderCore, queue: int) -> pb.DescribeQueueResponse:
         view = next((view for view in provider.statistics().queues if view.index == queue), None)
         if view is None:
-            return pb.DescribeQueueResponse()
+            return pb.DescribeQueueResponse(queue_count=provider.queues)
+        lags = await queue_lags(provider, [queue])
         return pb.DescribeQueueResponse(
             silo=name_of(self._silo),
-            queue=await queue_message(provider, view, None),
+            queue=await queue_message(provider, view, lags[queue]),
             cache_limit_events=view.max_events,
             pressure=view.pressure,
             buckets=[pb.CacheBucket(**bucket._asdict()) for bucket in view.buckets],
             cursors=[pb.QueueCursor(**cursor._asdict()) for cursor in view.cursors],
             received_events=view.received_events,
             received_bytes=view.received_bytes,
+            queue_count=provider.queues,
         )
 
     async def subscriptions(self, call: ServiceCall, message: bytes) -> bytes:
@@ -98,7 +100,10 @@ class ObservationService:
             parts.sort(key=lambda part: (part.name, part.silo))
         if not sees_everything(call.principal):
             _hide_amounts(parts)
-        return pb.DescribeSubscriptionsResponse(parts=parts).SerializeToString()
+        counts: list[pb.LeftBehind] = []
+        if request.counted and call.principal is not PEER:
+            counts = [pb.LeftBehind(name=name, **await left_behind(call, provider, listed[name])) for name in listed]
+        return pb.DescribeSubscriptionsResponse(parts=parts, left_behind=counts).SerializeToString()
 
     def _parts(
         self,

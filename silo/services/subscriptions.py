@@ -112,7 +112,7 @@ class SubscriptionService:
             definition=wire.definition_message(definition),
             progress=await self._progress(call, provider, definition),
             consumers=consumer_messages(self._consumers[provider.name], definition),
-            **await _left_behind(call, provider, definition),
+            **await left_behind(call, provider, definition),
             held=await _held(provider, definition),
         )
         return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
@@ -278,7 +278,8 @@ async def _held(provider: ProviderCore, definition: SubscriptionDefinition) -> p
     return None
 
 
-async def _left_behind(call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+async def left_behind(call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+    """Count the dead letters that the caller gets, and the gap records."""
     selector = _selector_of_letters(call, definition)
     counts = [
         await provider.store.count_left_behind(provider.name, name, selector)

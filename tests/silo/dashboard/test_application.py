@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +13,11 @@ import msgspec
 
 from headrace.server.config import HttpConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
+from headrace.silo.dashboard.application import SharedPage
 from headrace.silo.host import Silo
+from tests.certificates import Authority
 from tests.silo.dashboard.scene import DEAD, EVIL, PATIENCE_S, Scene, scene
+from tests.silo.services.calling import Allowed, make_tokens
 
 API = "/dashboard/api"
 MARK = {"x-headrace": "1"}
@@ -208,6 +212,37 @@ async def test_a_live_page_sends_frames_and_ends_when_the_silo_stops(tmp_path: P
         assert [one["index"] for one in frames] == [0, 0]
         assert "event: refused" not in [line async for line in lines]
         await live.aclose()
+
+
+async def test_viewers_with_the_same_permissions_share_the_work():
+    class Counted:
+        rendered = 0
+
+        async def render(self) -> dict[str, int]:
+            self.rendered += 1
+            await asyncio.sleep(0)
+            return {"rendered": self.rendered}
+
+    source: Any = Counted()
+    shared = SharedPage(source, fresh_s=60)
+    assert await asyncio.gather(*(shared.content() for _ in range(10))) == [{"rendered": 1}] * 10
+    shared = SharedPage(source, fresh_s=-1)
+    assert [await shared.content(), await shared.content()] == [{"rendered": 2}, {"rendered": 3}]
+
+
+async def test_a_cookie_over_tls_is_sent_with_tls_only(tmp_path: Path):
+    authority = Authority(tmp_path)
+    files = authority.issue("127.0.0.1")
+    context = ssl.create_default_context(cafile=authority.certificate)
+    tokens = await make_tokens(tmp_path / "data", operator=Allowed(manage=["*"]))
+    config = SiloConfig(
+        data=str(tmp_path / "data"),
+        http=HttpConfig(port=0, certificate=str(files.certificate), key=str(files.key)),
+        providers={"default": ProviderConfig(queues=1)},
+    )
+    async with Silo.opened(config) as silo, httpx.AsyncClient(base_url=silo.address or "", verify=context) as client:
+        assert "Secure" in (await log_in(client, tokens["operator"])).headers["set-cookie"]
+        assert (await client.get(f"{API}/session")).json()["name"] == "operator"
 
 
 async def test_without_the_dashboard_only_metrics_and_health_are_served():
