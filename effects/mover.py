@@ -243,7 +243,7 @@ class OutboxMover:
         if row is None or (row.holder not in ("", self._holder) and row.until_us > now_us()):
             return None
         number = row.number
-        rows: Sequence[Row[tuple[int, bytes]]] = ()
+        rows: Sequence[Row[int, bytes]] = ()
         if row.ids != _NO_IDS:
             if published == number:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
@@ -258,9 +258,9 @@ class OutboxMover:
             return None
         return OutboxRelease(row.producer, number, ids, [accepted(bytes(batch), now_us()) for _, batch in rows])
 
-    def _next(self, connection: Connection, key: dict[str, Any]) -> list[Row[tuple[int, bytes]]]:
+    def _next(self, connection: Connection, key: dict[str, Any]) -> list[Row[int, bytes]]:
         """Return ids and batches of the lane's next release."""
-        rows: list[Row[tuple[int, bytes]]] = []
+        rows: list[Row[int, bytes]] = []
         size = 0
         for row in connection.execute(_NEXT, key):
             size += len(row.batch)

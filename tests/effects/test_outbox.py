@@ -361,7 +361,11 @@ async def test_the_lanes_share_the_connections_that_a_pool_keeps(postgres: UserD
     """Connections above the size of a pool are opened for one transaction each."""
     opened: list[object] = []
     engine = engine_of(postgres.url)
-    event.listen(engine, "connect", lambda connection, _: opened.append(connection))
+
+    def note(connection: object, _: object) -> None:
+        opened.append(connection)
+
+    event.listen(engine, "connect", note)
     for number in range(60):
         publish(postgres, StreamId("orders", str(number)), b"x")
     queue = RecordingQueue()
