@@ -557,3 +557,109 @@ class QueueMove(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueueMove: _TypeAlias = QueueMove  # noqa: Y015
+
+@_typing.final
+class ExplainStreamRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROVIDER_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    provider: _builtins.str
+    """Name of the provider; empty for "default"."""
+    subscription: _builtins.str
+    """Name of the subscription; empty for each that matches the stream."""
+    @_builtins.property
+    def stream(self) -> _subscriptions_pb2.StreamName:
+        """The stream."""
+
+    def __init__(
+        self,
+        *,
+        provider: _builtins.str = ...,
+        stream: _subscriptions_pb2.StreamName | None = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "stream", b"stream", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainStreamRequest: _TypeAlias = ExplainStreamRequest  # noqa: Y015
+
+@_typing.final
+class ExplainStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLANATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamExplanation]:
+        """One for each subscription. Without a subscription, one with an empty name."""
+
+    def __init__(
+        self,
+        *,
+        explanations: _abc.Iterable[Global___StreamExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainStreamResponse: _TypeAlias = ExplainStreamResponse  # noqa: Y015
+
+@_typing.final
+class StreamExplanation(_message.Message):
+    """Why a subscription does not get the next event of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    subscription: _builtins.str
+    """Name of the subscription; empty if none matches the stream."""
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCause]:
+        """The cause that stops most comes first. Never empty."""
+
+    def __init__(
+        self,
+        *,
+        subscription: _builtins.str = ...,
+        causes: _abc.Iterable[Global___StreamCause] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamExplanation: _TypeAlias = StreamExplanation  # noqa: Y015
+
+@_typing.final
+class StreamCause(_message.Message):
+    """A cause that applies now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Stable, for programs: for example "stream_paused"."""
+    evidence: _builtins.str
+    """For people: the facts that show it. Empty if they would describe events of other clients."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        evidence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "evidence", b"evidence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamCause: _TypeAlias = StreamCause  # noqa: Y015

@@ -27,6 +27,7 @@ from ..provider_core import ProviderCore
 from ..views import SubscriptionView
 from .agent_changes import RunningSilo
 from .describing import ASK_S, name_of, queue_lags, queue_message, require_any_permission
+from .explaining import explained
 from .lookup import TO_KNOW, TO_MANAGE, provider_of
 from .subscriptions import consumer_messages, is_listed, left_behind
 from .visible import sees_everything
@@ -52,6 +53,7 @@ class ObservationService:
             "DescribeQueue": self.queue,
             "DescribeSubscriptions": self.subscriptions,
             "ListMoves": self.moves,
+            "ExplainStream": self.explain,
         }
         return [ServiceMethod(f"{SERVICE}/{name}", MethodKind.UNARY, handler) for name, handler in handlers.items()]
 
@@ -148,6 +150,9 @@ class ObservationService:
         }
         moves = sorted(found.values(), key=lambda move: move.at_us, reverse=True)
         return pb.ListMovesResponse(moves=moves[:1000]).SerializeToString()
+
+    async def explain(self, call: ServiceCall, message: bytes) -> bytes:
+        return (await explained(self._silo, call, parsed(pb.ExplainStreamRequest, message))).SerializeToString()
 
     async def _ask_all(self, method: str, message: bytes, kind: type[_M]) -> list[_M]:
         """Ask all living silos. One that does not answer is left out: the description of the cluster shows it."""

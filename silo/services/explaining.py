@@ -1,0 +1,121 @@
+"""Explain why the next event of a stream is not delivered. The owner of the stream's queue answers.
+
+A caller learns only about subscriptions that it may see. Each silo asks the owner for these by name, so the owner needs
+no permissions of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from ...proto.v1 import observation_pb2 as pb
+from ...server.access import PEER, Permission
+from ...server.guard import ServiceCall
+from ...streams.cluster import LIVING
+from ...streams.errors import HeadraceError, InvalidArgument
+from ...streams.identity import StreamId
+from ...streams.subscriptions import SubscriptionDefinition
+from ..clustered_silo import ClusteredSilo
+from ..provider_core import ProviderCore
+from ..why import OwnerState, StreamQueueFacts
+from ..why_causes import Cause
+from ..why_gathering import StreamExplanation, chosen_of, explain_stream, visible_subscriptions
+from .agent_changes import RunningSilo
+from .lookup import TO_KNOW, provider_of
+from .subscriptions import is_listed
+from .visible import sees_everything
+
+log = logging.getLogger("headrace.silo")
+
+OWNER_S = 0.5
+"""Time that the owner of the queue has to answer, in seconds."""
+MOST = 100
+"""Subscriptions that one answer explains."""
+SHARED_EVIDENCE = frozenset(
+    {
+        "corrupt_record", "dead_lettered", "nothing_pending", "retained_away", "throttled",
+    }
+)  # fmt: skip
+"""Causes whose evidence describes events of other clients in the same queue: offsets, subscriptions and streams."""
+
+
+async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStreamRequest) -> pb.ExplainStreamResponse:
+    """Answer a request. Raises PermissionDenied, NotFound, InvalidArgument."""
+    if not request.stream.namespace or not request.stream.key:
+        raise InvalidArgument("stream: give namespace and key")
+    stream = StreamId(request.stream.namespace, request.stream.key)
+    if not call.principal.allows(Permission.MANAGE, stream.namespace):
+        call.principal.require(Permission.SUBSCRIBE, stream.namespace)
+    provider = provider_of(call, silo.providers, request.provider, TO_KNOW)
+    found = await _explanations(silo, call, provider, stream, request.subscription)
+    everything = sees_everything(call.principal)
+    return pb.ExplainStreamResponse(explanations=[_message(one, everything=everything) for one in found])
+
+
+def _message(explanation: StreamExplanation, *, everything: bool) -> pb.StreamExplanation:
+    return pb.StreamExplanation(
+        subscription=explanation.subscription,
+        causes=[
+            pb.StreamCause(
+                code=cause.code, evidence=cause.evidence if everything or cause.code not in SHARED_EVIDENCE else ""
+            )
+            for cause in explanation.causes
+        ],
+    )
+
+
+async def _explanations(
+    silo: RunningSilo, call: ServiceCall, provider: ProviderCore, stream: StreamId, name: str
+) -> list[StreamExplanation]:
+    def is_visible(definition: SubscriptionDefinition) -> bool:
+        return is_listed(call, definition)
+
+    clustered_silo = None if call.principal is PEER else silo.clustered_silo
+    if clustered_silo is None:
+        return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
+    index = provider.queues_with(stream)[0]
+    queue, owner = _owner(clustered_silo, provider.name, index)
+    if owner == clustered_silo.name:
+        return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
+    visible, _ = await visible_subscriptions(provider, is_visible)
+    chosen = chosen_of(visible, stream, name)[:MOST]
+    if chosen and owner and queue.owner_state is OwnerState.LIVING:
+        try:
+            async with asyncio.timeout(OWNER_S):
+                asked = [_ask(clustered_silo, owner, provider.name, stream, one.name) for one in chosen]
+                return list(await asyncio.gather(*asked))
+        except (TimeoutError, HeadraceError) as error:
+            log.info("silo %r did not explain stream %s: %s", owner, stream, error)
+            queue = replace(queue, owner_state=OwnerState.UNREACHABLE)
+    return (await explain_stream(provider, stream, name, is_visible=is_visible, queue=queue))[:MOST]
+
+
+async def _ask(
+    clustered_silo: ClusteredSilo, owner: str, provider: str, stream: StreamId, name: str
+) -> StreamExplanation:
+    request = pb.ExplainStreamRequest(provider=provider, subscription=name)
+    request.stream.namespace, request.stream.key = stream.namespace, stream.key
+    method = "ObservationService/ExplainStream"
+    answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
+    one = pb.ExplainStreamResponse.FromString(answer).explanations[0]
+    return StreamExplanation(name, [Cause(cause.code, cause.evidence) for cause in one.causes])
+
+
+def _owner(clustered_silo: ClusteredSilo, provider: str, index: int) -> tuple[StreamQueueFacts, str]:
+    """The facts about the owner of a queue, and its name; "" without one."""
+    view = clustered_silo.view
+    if view is None:
+        return StreamQueueFacts(queue=index), ""
+    silos = sum(one.state in LIVING and provider in one.serves for one in view.silos)
+    lease = next((one for one in view.leases if (one.provider, one.queue) == (provider, index) and one.owner), None)
+    if lease is None:
+        return StreamQueueFacts(queue=index, silos=silos, has_lease=False), ""
+    record = next((one for one in view.silos if one.name == lease.owner), None)
+    state = OwnerState.LIVING if record is not None and record.state in LIVING else OwnerState.DEAD
+    heard_s = None if record is None else max(view.now_us - record.heartbeat_at_us, 0) / 1e6
+    facts = StreamQueueFacts(
+        queue=index, silos=silos, has_lease=True, owner=lease.owner, owner_state=state, owner_heard_s=heard_s
+    )
+    return facts, lease.owner

@@ -1,0 +1,62 @@
+"""`headrace why`."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace import Provider, StreamId
+from headrace.cli.main import main
+from headrace.streams.subscriptions import Selector, SubscriptionDefinition
+from tests.cli.commandline import Headrace
+from tests.cli.test_cli_cluster import evenly
+from tests.silo.talking import silos
+
+
+async def _stored(data: Path) -> None:
+    async with Provider.open(data, queues=1) as provider:
+        await provider.create_subscription(SubscriptionDefinition(name="bills", selector=Selector("shop/*")))
+        await provider.publish(StreamId("shop", "1"), b"x")
+
+
+@pytest.fixture
+async def data(tmp_path: Path) -> Path:
+    await _stored(tmp_path)
+    return tmp_path
+
+
+def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "shop/1", "--data", str(data)]) == 0
+    assert capsys.readouterr().out == (
+        "shop/1, subscription bills\n"
+        "  not_served: No handler and no consumer takes events of the subscription.\n"
+        "    evidence: subscription 'bills' has no handler and no consumer\n"
+        "    do: Start a silo with its handler, or attach a consumer.\n"
+    )
+    assert main(["why", "shop/1", "--data", str(data), "--subscription", "none", "--json"]) == 0
+    ((found),) = json.loads(capsys.readouterr().out)
+    assert found["subscription"] is None
+    assert [cause["code"] for cause in found["causes"]] == ["subscription_missing"]
+    assert main(["why", "shop", "--data", str(data)]) != 0
+
+
+def test_a_silo_that_does_not_answer_and_a_stopped_agent_are_named(tmp_path: Path, headrace: Headrace) -> None:
+    with silos(tmp_path, "ab") as (asked, other):
+        evenly(asked)
+        at = ["--server", asked.address]
+        assert headrace("subscriptions", "create", "bills", "shop/*", *at).code == 0
+
+        def codes(key: int) -> list[str]:
+            (found,) = headrace("why", f"shop/{key}", "--subscription", "bills", *at, "--json").json
+            return [cause["code"] for cause in found["causes"]]
+
+        other.signal(signal.SIGSTOP)
+        first = [codes(key)[0] for key in range(8)]
+        assert "owner_unreachable" in first
+        assert "no_such_stream" in first
+        other.signal(signal.SIGKILL)
+        evenly(asked, "a")
+        assert {codes(key)[0] for key in range(8)} == {"no_such_stream"}
+        assert headrace("cluster", "stop-agents", *at).code == 0
+        assert codes(1)[0] == "agent_stopped"

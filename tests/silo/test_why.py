@@ -1,0 +1,133 @@
+"""`explain` names each cause from its facts, ranks causes, and finds nothing in unknown facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.silo.why import (
+    AgentState,
+    ConsumerFacts,
+    OwnerState,
+    Position,
+    StreamFacts,
+    StreamQueueFacts,
+    SubscriptionFacts,
+    WhyFacts,
+    explain,
+)
+from headrace.silo.why_causes import CAUSES
+
+CONSUMER = ConsumerFacts(id="one", connected=True, has_credit=True)
+SUBSCRIPTION = SubscriptionFacts(
+    name="billing", pattern="orders/*", matches=True, next_offset=5, served=True, consumers=(CONSUMER,)
+)
+HEALTHY = WhyFacts(
+    stream="orders/1",
+    stream_facts=StreamFacts(last=7),
+    queue=StreamQueueFacts(queue=3, silos=1, has_lease=True, owner="a", agent=AgentState.RUNNING),
+    subscription=SUBSCRIPTION,
+)
+
+
+def facts(
+    *, stream: dict[str, Any] | None = None, queue: dict[str, Any] | None = None, of: dict[str, Any] | None = None,
+    **fields: Any,
+) -> WhyFacts:  # fmt: skip
+    return replace(
+        HEALTHY,
+        stream_facts=replace(HEALTHY.stream_facts, **stream or {}),
+        queue=replace(HEALTHY.queue, **queue or {}),
+        subscription=replace(SUBSCRIPTION, **of or {}),
+    ) if not fields else replace(facts(stream=stream, queue=queue, of=of), **fields)  # fmt: skip
+
+
+def codes(given: WhyFacts) -> list[str]:
+    return [cause.code for cause in explain(given)]
+
+
+ALONE = {
+    "store_unreachable": facts(store_error="connection refused"),
+    "corrupt_record": facts(queue={"damage": "queue 3: damaged at offset 5"}),
+    "no_silo_for_provider": facts(queue={"silos": 0, "has_lease": None}),
+    "owner_dead": facts(queue={"owner_state": OwnerState.DEAD, "lease_ends_s": 2.0}),
+    "owner_unreachable": facts(queue={"owner_state": OwnerState.UNREACHABLE, "owner_heard_s": 4.0}),
+    "no_lease": facts(queue={"has_lease": False}),
+    "agent_stopped": facts(queue={"agent": AgentState.STOPPED}),
+    "agent_faulted": facts(queue={"agent": AgentState.FAULTED, "agent_reason": "disk"}),
+    "no_subscription": facts(subscription=None, patterns=("flights/*",)),
+    "subscription_missing": facts(subscription=None, asked_for="biling"),
+    "pattern_does_not_match": facts(of={"pattern": "flights/*", "matches": False}),
+    "no_such_stream": facts(stream={"last": -1}),
+    "held_by_breaker": facts(of={"held": "since 12:00: database is down"}),
+    "stream_paused": facts(of={"position": Position.PAUSED, "reason": "ValueError"}),
+    "stream_retrying": facts(of={"position": Position.WAITING, "attempts": 3, "max_attempts": 8, "reason": "x"}),
+    "not_served": facts(of={"served": False}),
+    "consumer_disconnected": facts(
+        of={
+            "position": Position.RUNNING,
+            "held_by": "two",
+            "consumers": (CONSUMER, replace(CONSUMER, id="two", connected=False)),
+        }
+    ),
+    "queue_not_assigned": facts(of={"assigned": False}),
+    "consumer_silent": facts(of={"position": Position.RUNNING, "held_by": "one", "running_s": 9.0}),
+    "handler_running": facts(of={"position": Position.RUNNING, "handler": True, "running_s": 9.0}),
+    "consumer_blocked": facts(of={"consumers": (replace(CONSUMER, blocked="outbox is full"),)}),
+    "out_of_credit": facts(of={"consumers": (replace(CONSUMER, has_credit=False),)}),
+    "catching_up": facts(of={"position": Position.PARKED, "catch_up": True}),
+    "concurrency_full": facts(of={"position": Position.READY, "handler": True, "workers_full": True}),
+    "throttled": facts(queue={"pressure": True, "holders": ("slow orders/9",)}),
+    "dead_lettered": facts(of={"dead_letter": "ValueError after 5 attempts", "next_offset": 8}),
+    "retained_away": facts(of={"gap": "offsets 0 to 4 were removed"}),
+    "nothing_pending": facts(of={"next_offset": 8}),
+    "undetermined": HEALTHY,
+}
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_each_cause_is_named_alone_from_its_facts(code: str) -> None:
+    assert codes(ALONE[code]) == [code]
+    cause = explain(ALONE[code])[0]
+    assert cause.evidence
+    assert cause.meaning.endswith(".")
+    assert cause.remedy.endswith(".")
+
+
+def test_evidence_names_attempt_limit_and_reason() -> None:
+    given = facts(
+        of={"position": Position.WAITING, "attempts": 3, "max_attempts": 8, "next_in_s": 2.0, "reason": "timed out"}
+    )
+    assert explain(given)[0].evidence == "attempt 3 of 8 failed, the next in 2.0 s: timed out"
+
+
+def test_causes_that_stop_more_come_first() -> None:
+    given = facts(
+        queue={"owner_state": OwnerState.DEAD},
+        of={"position": Position.PAUSED, "reason": "x"},
+        store_error="connection refused",
+    )
+    assert codes(given) == ["store_unreachable", "owner_dead", "stream_paused"]
+
+
+def test_unknown_facts_show_no_cause() -> None:
+    unknown = WhyFacts(
+        stream="orders/1",
+        stream_facts=StreamFacts(),
+        queue=StreamQueueFacts(queue=3),
+        subscription=SubscriptionFacts(name="billing", pattern="orders/*", matches=True),
+    )
+    assert codes(unknown) == ["undetermined"]
+
+
+def test_missing_subscription_is_not_claimed_while_the_store_does_not_answer() -> None:
+    assert codes(facts(subscription=None, asked_for="billing", store_error="timed out")) == ["store_unreachable"]
+
+
+def test_the_documents_have_the_table_of_all_causes() -> None:
+    rows = [f"| `{code}` | {text.meaning} | {text.remedy} |" for code, text in CAUSES.items()]
+    document = Path("docs/why.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in document if line.startswith("| `")] == rows

@@ -1,0 +1,188 @@
+"""`explain_stream` and the RPC name injected faults of real providers and silos."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace import Event, OnFailure, Provider, RetryPolicy, StreamId
+from headrace.proto.v1 import observation_pb2 as pb
+from headrace.server.config import GrpcConfig
+from headrace.silo.config import ProviderConfig, SiloConfig
+from headrace.silo.why_gathering import explain_stream
+from headrace.streams.subscriptions import Selector, SubscriptionDefinition
+from tests.silo.clusters import clustered, queues
+from tests.silo.services.calling import Allowed, Caller, Refused, batch, connecting, make_tokens, opened
+
+STREAM = StreamId("shop", "1")
+ONCE = RetryPolicy(max_attempts=1)
+LATER = RetryPolicy(initial_delay_s=100, max_delay_s=1000, max_elapsed_s=10_000, max_attempts=8)
+TRIES = 1000
+
+
+async def fail(event: Event) -> None:
+    raise ValueError("no such customer")
+
+
+async def never(event: Event) -> None:
+    await asyncio.Event().wait()
+
+
+async def take(event: Event) -> None: ...
+
+
+async def evidence(provider: Provider, code: str, stream: StreamId = STREAM, name: str = "s") -> str:
+    """Wait until `code` is the first cause, and return its evidence."""
+    codes: Sequence[str] = ()
+    for _ in range(TRIES):
+        (one,) = await explain_stream(provider, stream, name)
+        codes = [cause.code for cause in one.causes]
+        if codes[0] == code:
+            return one.causes[0].evidence
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{codes} instead of {code}")
+
+
+async def test_a_paused_stream_is_named_with_its_failure(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", fail, on_failure=OnFailure.PAUSE, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        assert "no such customer" in await evidence(provider, "stream_paused")
+
+
+async def test_a_paused_stream_is_named_while_no_process_serves_it(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", fail, on_failure=OnFailure.PAUSE, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        await evidence(provider, "stream_paused")
+    async with Provider.open(tmp_path, queues=1) as provider:
+        assert "no such customer" in await evidence(provider, "stream_paused")
+
+
+async def test_a_retry_is_named_with_attempt_and_failure(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", fail, retry=LATER)
+        await provider.publish(STREAM, b"x")
+        text = await evidence(provider, "stream_retrying")
+        assert text.startswith("attempt 1 of 8 failed")
+        assert "no such customer" in text
+
+
+async def test_a_handler_that_does_not_end_is_named(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("s", "shop/*", never)
+        await provider.publish(STREAM, b"x")
+        await evidence(provider, "handler_running")
+        await provider.withdraw(subscription.name, 0)
+
+
+async def test_a_dead_letter_is_named_with_its_reason(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", fail, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        assert "no such customer" in await evidence(provider, "dead_lettered")
+
+
+async def test_finished_events_are_not_pending(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", take)
+        await provider.publish(STREAM, b"x")
+        await evidence(provider, "nothing_pending")
+        await evidence(provider, "no_such_stream", StreamId("shop", "2"))
+
+
+async def test_a_subscription_without_handler_and_consumer_is_not_served(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("shop/*")))
+        await provider.publish(STREAM, b"x")
+        await evidence(provider, "not_served")
+
+
+async def test_missing_subscriptions_and_patterns_are_named(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("flights/*")))
+        await provider.publish(STREAM, b"x")
+        assert "'flights/*'" in await evidence(provider, "pattern_does_not_match")
+        assert "'flights/*'" in await evidence(provider, "no_subscription", name="")
+        assert await evidence(provider, "subscription_missing", name="other") == "no subscription 'other'"
+
+
+async def test_a_consumer_that_does_not_acknowledge_is_named(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider, provider.subscribe("s", "shop/*") as consumer:
+        await provider.publish(STREAM, b"x")
+        async for _ in consumer:
+            assert consumer.id in await evidence(provider, "consumer_silent")
+            break
+
+
+async def test_a_stopped_agent_is_named(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", take)
+        await provider.manager.queue_host.stop_agents([0], 1.0)
+        await provider.publish(STREAM, b"x")
+        await evidence(provider, "agent_stopped")
+
+
+async def ask(caller: Caller, name: str = "", stream: StreamId = STREAM) -> dict[str, list[tuple[str, str]]]:
+    request = pb.ExplainStreamRequest(subscription=name)
+    request.stream.namespace, request.stream.key = stream.namespace, stream.key
+    answer = await caller.ask("headrace.v1.ObservationService/ExplainStream", request, pb.ExplainStreamResponse)
+    return {one.subscription: [(each.code, each.evidence) for each in one.causes] for one in answer.explanations}
+
+
+async def test_a_silo_explains_a_stream(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+        await silo.providers["default"].subscribe("bills", "shop/*", fail, retry=LATER)
+        await caller.publish(batch("shop/1", b"a"))
+        await evidence(silo.providers["default"], "stream_retrying", name="bills")
+        found = await ask(caller)
+        assert [code for code, _ in found["bills"]] == ["stream_retrying"]
+        assert [code for code, _ in (await ask(caller, "none"))[""]] == ["subscription_missing"]
+
+
+async def test_a_tenant_learns_only_of_its_own_streams_and_subscriptions(tmp_path: Path) -> None:
+    tokens = await make_tokens(
+        tmp_path,
+        all=Allowed(publish=["*"], subscribe=["*"], manage=["*"]),
+        shop=Allowed(subscribe=["shop"]),
+        other=Allowed(subscribe=["other"]),
+    )
+    async with opened(tmp_path, auth="tokens") as silo:
+        address, provider = silo.grpc_address or "", silo.providers["default"]
+        await provider.subscribe("all", "*/*", take)
+        await provider.subscribe("mine", "shop/*", take)
+        async with connecting(address, tokens["all"]) as caller:
+            await caller.publish(batch("shop/1", b"a"))
+            await evidence(provider, "nothing_pending", name="mine")
+            found = await ask(caller)
+            assert set(found) == {"all", "mine"}
+            assert "offset" in found["mine"][0][1]
+        async with connecting(address, tokens["shop"]) as caller:
+            assert await ask(caller) == {"mine": [("nothing_pending", "")]}
+            assert [code for code, _ in (await ask(caller, "all"))[""]] == ["subscription_missing"]
+        async with connecting(address, tokens["other"]) as caller:
+            with pytest.raises(Refused, match="PERMISSION_DENIED"):
+                await ask(caller)
+
+
+async def test_any_silo_of_a_cluster_asks_the_owner_of_the_queue(tmp_path: Path) -> None:
+    config = SiloConfig(
+        data=str(tmp_path), drain_s=1, grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=4)}
+    )
+    async with clustered(config, 2) as silos, connecting(silos[0].grpc_address or "") as caller:
+        for silo in silos:
+            await silo.providers["default"].subscribe("bills", "shop/*", fail, retry=LATER)
+        keys = {silos[0].providers["default"].queues_with(StreamId("shop", str(key)))[0]: str(key) for key in range(50)}
+        for queue in range(4):
+            await caller.publish(batch(f"shop/{keys[queue]}", b"a"))
+        found: dict[str, list[tuple[str, str]]] = {}
+        for queue in queues(silos[1]):
+            for _ in range(TRIES):
+                found = await ask(caller, stream=StreamId("shop", keys[queue]))
+                if [code for code, _ in found["bills"]] == ["stream_retrying"]:
+                    break
+                await asyncio.sleep(0.01)
+            assert "no such customer" in found["bills"][0][1]
