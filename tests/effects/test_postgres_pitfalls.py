@@ -14,10 +14,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
 from headrace import Effects, Event, Outbox, Provider, StreamId, Transaction
+from headrace.adapters import ProducerSequence
 from headrace.effects import administration, schema
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
 from headrace.streams.errors import StorageError
+from tests.adapters.postgres.opening import batch, opened, received
 from tests.effects.databases import UserDatabase, close, user_database
 from tests.effects.test_outbox import RecordingQueue
 from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
@@ -214,6 +216,19 @@ async def test_effects_and_outbox_work_behind_pgbouncer(kind: str, tmp_path: Pat
     assert sorted(seen, key=int) == expected
     await close(engine)
     plain.dispose()
+
+
+async def test_queues_work_behind_pgbouncer(bouncer_url: str):
+    async with opened(bouncer_url, queues=2, pooler=True) as one, opened(bouncer_url, queues=2, pooler=True) as two:
+        receivers = [await two.open_receiver(queue) for queue in range(2)]
+        for number in range(20):  # more executions than psycopg waits for before it prepares a statement
+            call = [(queue, batch(f"{queue}.{number}")) for queue in range(2)]
+            receipts = await one.enqueue(call, sequence=ProducerSequence("p", number + 1, number))
+            again = await two.enqueue(call, sequence=ProducerSequence("p", number + 1, number))
+            assert [each.duplicate for each in (*receipts, *again)] == [False, False, True, True]
+        for queue, receiver in enumerate(receivers):
+            assert await received(receiver, 20) == [f"{queue}.{number}" for number in range(20)]
+            assert (await one.bounds(queue)).next == 20
 
 
 def _args(kind: str) -> dict[str, Any]:
