@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import Connection, bindparam, text
+from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.backoff import Backoff
@@ -42,8 +42,11 @@ LEASE_US = 5_000_000
 RELEASE_ROWS = 1000
 RELEASE_BYTES = 8 << 20
 """Bounds of one release."""
+MAX_TRANSACTIONS = 4
+"""How many lanes have a transaction at a time. A pool of SQLAlchemy keeps five connections, and opens others anew."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
+_NO_IDS = "[]"
 _LANE = "provider = :provider AND lane = :lane"
 _BUSY_LANES = " UNION ALL ".join(
     f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
@@ -58,11 +61,18 @@ _LOCK_LANE = {"postgresql": text(f"{_FIND_LANE} FOR UPDATE SKIP LOCKED"), "sqlit
 _WRITE_LANE = text(f"""
     UPDATE headrace_outbox_lane SET number = :number, ids = :ids, holder = :holder, until_us = :until_us WHERE {_LANE}
 """)  # noqa: S608
-_DELETE = text("DELETE FROM headrace_outbox WHERE id IN :ids").bindparams(bindparam("ids", expanding=True))
+_IDS_IN_POSTGRESQL = "SELECT CAST(value AS BIGINT) FROM json_array_elements_text(CAST(:ids AS JSON)) AS value"
+_WITH_IDS = {
+    "postgresql": f"id = ANY(ARRAY({_IDS_IN_POSTGRESQL}))",
+    "sqlite": "id IN (SELECT value FROM json_each(:ids))",
+}
+"""All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
+_DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
+_RELEASED = {
+    name: text(f"SELECT id, batch FROM headrace_outbox WHERE {ids} ORDER BY id")  # noqa: S608
+    for name, ids in _WITH_IDS.items()
+}
 _REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
-_RELEASED = text("SELECT id, stream, batch FROM headrace_outbox WHERE id IN :ids ORDER BY id").bindparams(
-    bindparam("ids", expanding=True)
-)
 _NEXT = text(f"""
     SELECT id, batch FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
     (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
@@ -115,6 +125,7 @@ class OutboxMover:
         self._database = database
         self._target = target
         self._holder = uuid.uuid4().hex
+        self._slots = asyncio.Semaphore(min(MAX_TRANSACTIONS, database.transactions))
 
     async def run(self) -> None:
         """Move rows for ever. After any failure, note it as the problem, and try again after a pause."""
@@ -220,38 +231,43 @@ class OutboxMover:
     async def _step(self, lane: int, published: int | None) -> OutboxRelease | None:
         """Return the lane's release. If the one with the number `published` is published, delete its rows first, and
         decide the next one. None: there are no rows, or another process has the lease."""
-        async with self._database.transaction() as transaction:
+        async with self._slots, self._database.transaction() as transaction:
             with outages():
                 return await transaction.call(self._decide, lane, published)
 
     def _decide(self, connection: Connection, lane: int, published: int | None) -> OutboxRelease | None:
-        key = self._key(lane)
-        connection.execute(_NEW_LANE, {**key, "producer": f"outbox {uuid.uuid4().hex}"})
-        row = connection.execute(_LOCK_LANE[connection.dialect.name], key).first()
+        key, dialect = self._key(lane), connection.dialect.name
+        if published is None:
+            connection.execute(_NEW_LANE, {**key, "producer": f"outbox {uuid.uuid4().hex}"})
+        row = connection.execute(_LOCK_LANE[dialect], key).first()
         if row is None or (row.holder not in ("", self._holder) and row.until_us > now_us()):
             return None
-        number, ids = row.number, json.loads(row.ids)
-        if published is not None and published == number and ids:
-            connection.execute(_DELETE, {"ids": ids})
-            ids = []
-        if not ids:
-            ids, number = self._next(connection, key), number + 1
-            if not ids:
-                self._write_lane(connection, lane, number - 1, [])
-                return None
+        number = row.number
+        rows: Sequence[Row[int, bytes]] = ()
+        if row.ids != _NO_IDS:
+            if published == number:
+                connection.execute(_DELETE[dialect], {"ids": row.ids})
+            else:
+                rows = connection.execute(_RELEASED[dialect], {"ids": row.ids}).all()
+        if not rows:
+            rows = self._next(connection, key)
+            number += bool(rows)
+        ids = [each.id for each in rows]
         self._write_lane(connection, lane, number, ids)
-        rows = connection.execute(_RELEASED, {"ids": ids}).all()
-        return OutboxRelease(row.producer, number, ids, [accepted(bytes(each.batch), now_us()) for each in rows])
+        if not ids:
+            return None
+        return OutboxRelease(row.producer, number, ids, [accepted(bytes(batch), now_us()) for _, batch in rows])
 
-    def _next(self, connection: Connection, key: dict[str, Any]) -> list[int]:
-        ids: list[int] = []
+    def _next(self, connection: Connection, key: dict[str, Any]) -> list[Row[int, bytes]]:
+        """Return ids and batches of the lane's next release."""
+        rows: list[Row[int, bytes]] = []
         size = 0
         for row in connection.execute(_NEXT, key):
             size += len(row.batch)
-            if ids and size > RELEASE_BYTES:
+            if rows and size > RELEASE_BYTES:
                 break
-            ids.append(row.id)
-        return ids
+            rows.append(row)
+        return rows
 
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {

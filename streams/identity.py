@@ -62,6 +62,13 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
         return b"".join((b"\x0a", varint(len(namespace)), namespace, b"\x12", varint(len(key)), key))
 
     @classmethod
+    def of_prefix(cls, namespace: str, key: str, prefix: bytes) -> StreamId:
+        """Return the stream of these names, whose `prefix` was read already."""
+        stream = cls(namespace, key)
+        stream.__dict__["prefix"] = prefix
+        return stream
+
+    @classmethod
     def parse(cls, text: str) -> StreamId:
         """Read the text form `namespace/key`. Raises InvalidArgument with the reason."""
         namespace, slash, key = text.partition("/")

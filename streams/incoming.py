@@ -46,10 +46,12 @@ def _single(encoded: bytes) -> EventBatch | None:
         end = key_at + 2 + encoded[key_at + 1]
         if encoded[0] != _NAMESPACE or encoded[key_at] != _KEY or encoded[1] > _SHORT or encoded[key_at + 1] > _SHORT:
             return None
-        one = layout.read_one(encoded, encoded[:end])
+        prefix = encoded[:end]
+        one = layout.read_one(encoded, prefix)
         if one is None or not MIN_TIME_US <= one[0] <= MAX_TIME_US or len(encoded) - one[1] > MAX_EVENT_BYTES:
             return None
-        return EventBatch(StreamId(encoded[2:key_at].decode(), encoded[key_at + 2 : end].decode()), encoded, 1)
+        stream = StreamId.of_prefix(encoded[2:key_at].decode(), encoded[key_at + 2 : end].decode(), prefix)
+        return EventBatch(stream, encoded, 1)
     except (IndexError, UnicodeDecodeError):
         return None
 

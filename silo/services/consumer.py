@@ -12,7 +12,7 @@ from ...client.transport import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.access import PEER
 from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
-from ...streams.errors import InvalidArgument
+from ...streams.errors import InvalidArgument, Unavailable
 from ..consumer_groups import ConsumerGroups
 from ..in_process import InProcessCall, InProcessStreamCall
 from . import reports
@@ -87,12 +87,18 @@ class ConsumerService:
             ServiceMethod(f"{SERVICE}/Acknowledge", MethodKind.UNARY, self.acknowledge, while_closing=True),
         )
 
+    def _check_joined(self) -> None:
+        """Raise Unavailable before the silo joins its cluster: it has no name yet that its sessions could tell."""
+        if self._gateways is not None and not self._gateways.placements.silo:
+            raise Unavailable("the silo has not joined its cluster yet: connect again, to this one or to another")
+
     def _gateway_for(self, call: ServiceCall, *, direct: bool = False) -> Gateways | None:
         """None: the consumer is served with the queues of this silo only."""
         return None if direct or call.principal is PEER else self._gateways
 
     async def subscribe(self, call: ServiceCall) -> None:
         message = await call.read()
+        self._check_joined()
         request = parsed(pb.SubscribeRequest, message or b"")
         if not request.HasField("open"):
             raise InvalidArgument("the first request of Subscribe says what to subscribe to: set its field open")
@@ -121,6 +127,7 @@ class ConsumerService:
     async def pull(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.PullRequest, encoded)
         reports.check_count(request.reports)
+        self._check_joined()
         target = await self._targets.of_pull(call, request)
         refused = await self._report(call, target, request.reports)
         answer = await self._pulls.pull(call, request, target)

@@ -10,12 +10,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from headrace import Effects, Event, InvalidArgument, Outbox, Provider, StreamId, Transaction
 from headrace.adapters import ProducerSequence, Receipt
+from headrace.effects.administration import engine_of
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
 from headrace.streams.background import BackgroundTasks
@@ -354,6 +355,24 @@ async def test_more_rows_than_one_release_has(async_database: UserDatabase):
     queue = await moved(async_database)
     assert queue.payloads() == [b"%d" % number for number in range(2500)]
     assert queue.calls == 3
+
+
+async def test_the_lanes_share_the_connections_that_a_pool_keeps(postgres: UserDatabase):
+    """Connections above the size of a pool are opened for one transaction each."""
+    opened: list[object] = []
+    engine = engine_of(postgres.url)
+
+    def note(connection: object, _: object) -> None:
+        opened.append(connection)
+
+    event.listen(engine, "connect", note)
+    for number in range(60):
+        publish(postgres, StreamId("orders", str(number)), b"x")
+    queue = RecordingQueue()
+    await OutboxMover(database_of(engine), queue).move()
+    assert (len(queue.stored), queue.calls) == (60, 16)
+    assert len(opened) <= 5
+    engine.dispose()
 
 
 # ---- the storm -------------------------------------------------------------------------------------------------------

@@ -136,12 +136,15 @@ def is_done(checkpoint: Note, stream: str, place: Place) -> bool:
     return tuple(place) < tuple(checkpoint.behind.get(stream, (checkpoint.next_offset, 0)))
 
 
-def check_complete(got: Iterable[tuple[str, int]], published: Mapping[str, int], *, once: bool = False) -> None:
-    """All numbers of all streams came, and none before one that is earlier had come; `once`: and no more often."""
+def check_complete(
+    name: str, got: Iterable[tuple[str, int]], published: Mapping[str, int], *, once: bool = False
+) -> None:
+    """All numbers of all streams came to a subscription, and none before one that is earlier had come; `once`: and no
+    more often."""
     highest: dict[str, int] = defaultdict(lambda: -1)
     for stream, number in got:
-        assert number <= highest[stream] + 1, f"{number} of {stream} overtook {highest[stream] + 1}"
-        assert number > highest[stream] or not once, f"{number} of {stream} came again"
+        assert number <= highest[stream] + 1, f"{name}: {number} of {stream} overtook {highest[stream] + 1}"
+        assert number > highest[stream] or not once, f"{name}: {number} of {stream} came again"
         highest[stream] = max(highest[stream], number)
     lost = {stream: (highest[stream] + 1, count) for stream, count in published.items() if highest[stream] + 1 < count}
     assert not lost, f"the first that never came, and how many there are: {lost}"

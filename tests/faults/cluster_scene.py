@@ -228,6 +228,8 @@ class ClientConsumer:
         self._address = address
         self._rng = rng
         self._acknowledged: set[tuple[str, int]] = set()
+        self._in_hand = 0
+        """Batches that a worker has not acknowledged yet."""
         self._ends = asyncio.Event()
         self.attached = asyncio.Event()
 
@@ -242,6 +244,8 @@ class ClientConsumer:
             workers = [asyncio.create_task(self._work(consumer)) for _ in range(WORKERS)]
             try:
                 await self._ends.wait()
+                while self._in_hand:  # noqa: ASYNC110 (else they would come again, to the other client)
+                    await asyncio.sleep(0.01)
                 await consumer.saved()
             finally:
                 for worker in workers:
@@ -253,12 +257,14 @@ class ClientConsumer:
 
     async def _work(self, consumer: Consumer) -> None:
         async for batch in consumer:
+            self._in_hand += 1
             stream, now = str(batch.stream), now_ns()
             events = [(stream, int(payload)) for payload in batch.payloads()]
             self.got += [Got(now, *event, event in self._acknowledged) for event in events]
             await asyncio.sleep(self._rng.choice((0, 0.002, 0.02)))
             self._acknowledged.update(events)
             await batch.ack()
+            self._in_hand -= 1
 
 
 class Load:
@@ -443,8 +449,8 @@ class Load:
         notes = self.cluster.notes()
         check_owners(notes)
         check_saved_stays_done(notes, HANDLED)
-        for events in self.events().values():
-            check_complete(events, self.published, once=once)
+        for name, events in self.events().items():
+            check_complete(name, events, self.published, once=once)
         for client in self.clients:
             for got in client.got:
                 assert not got.acknowledged, f"{client.name} had acknowledged {got}"

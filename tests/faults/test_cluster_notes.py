@@ -59,13 +59,13 @@ def test_saved_event_that_comes_again_is_found(behind: dict[str, tuple[int, int]
 
 
 def test_all_that_was_published_has_to_come_in_order() -> None:
-    check_complete([("n/1", 0), ("n/1", 1), ("n/1", 0), ("n/1", 1)], {"n/1": 2})
+    check_complete("s", [("n/1", 0), ("n/1", 1), ("n/1", 0), ("n/1", 1)], {"n/1": 2})
     with pytest.raises(AssertionError, match="overtook"):
-        check_complete([("n/1", 1)], {"n/1": 2})
+        check_complete("s", [("n/1", 1)], {"n/1": 2})
     with pytest.raises(AssertionError, match="never came"):
-        check_complete([("n/1", 0)], {"n/1": 2})
+        check_complete("s", [("n/1", 0)], {"n/1": 2})
     with pytest.raises(AssertionError, match="came again"):
-        check_complete([("n/1", 0), ("n/1", 0)], {"n/1": 1}, once=True)
+        check_complete("s", [("n/1", 0), ("n/1", 0)], {"n/1": 1}, once=True)
 
 
 def test_notes_are_read_as_they_come(tmp_path: Path) -> None:

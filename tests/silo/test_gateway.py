@@ -446,6 +446,21 @@ async def test_caught_up_waits_for_all_silos(silos: Silos):
             assert taker.count == STREAMS
 
 
+async def test_a_silo_takes_no_consumers_before_it_joins_its_cluster(silos: Silos):
+    """Its sessions would have no name: a consumer would open another one with it, which takes over the first."""
+    clustered_silo = silos[0].clustered_silo
+    assert clustered_silo is not None
+    async with connecting(silos[0].grpc_address or "") as caller:
+        await caller.create("s", "n/*")
+        name = clustered_silo.placements.silo
+        clustered_silo.placements.join("")
+        for attempt in (begin(caller, "s"), begin(caller, "s", direct=True), pull(caller)):
+            with pytest.raises(Refused, match=r"UNAVAILABLE.*not joined its cluster yet"):
+                await attempt
+        clustered_silo.placements.join(name)
+        await (await begin(caller, "s")).close()
+
+
 async def test_a_pull_returns_events_of_any_silo(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller, connecting(silos[1].grpc_address or "") as other:
         await caller.create("s", "n/*")

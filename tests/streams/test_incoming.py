@@ -41,7 +41,8 @@ def contents(encoded: bytes) -> list[Event]:
 def test_batch_of_the_library_is_taken_as_it_is(events: list[Event], stream: StreamId):
     bare = [Event(event.payload, timestamp_us=event.timestamp_us) for event in events]
     plain = EventBatch.of(stream, bare)
-    assert accepted(plain.encoded, NOW) == plain
+    unchanged = accepted(plain.encoded, NOW)
+    assert (unchanged, unchanged.stream.prefix) == (plain, stream.prefix)
     whole = EventBatch.of(stream, events)
     taken = accepted(whole.encoded, NOW)
     assert (taken.stream, taken.count, contents(taken.encoded)) == (stream, len(events), contents(whole.encoded))
