@@ -5,6 +5,7 @@ import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -44,7 +45,7 @@ async def endless(_: Request) -> Response:
 
 
 @asynccontextmanager
-async def served(limits: HttpLimits = HTTP_LIMITS, **config: str) -> AsyncGenerator[str]:
+async def served(limits: HttpLimits = HTTP_LIMITS, **config: Any) -> AsyncGenerator[str]:
     app = application(
         {"/probe": probe, "/fail": fail}, [Route("/echo", echo, methods=["POST"]), Route("/endless", endless)]
     )
