@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
 from ...streams.errors import InvalidArgument
+from ...streams.identity import StreamId
 from ..local import InProcessTransport
 
 CALL_S = 10.0
@@ -42,6 +43,14 @@ class ServiceCalls:
         )
         kind = observation_pb2.DescribeSubscriptionsResponse
         return await self._ask("ObservationService/DescribeSubscriptions", request, kind)
+
+    async def explanations(
+        self, provider: str, stream: StreamId, subscription: str
+    ) -> list[observation_pb2.StreamExplanation]:
+        request = observation_pb2.ExplainStreamRequest(provider=provider, subscription=subscription)
+        request.stream.namespace, request.stream.key = stream.namespace, stream.key
+        kind = observation_pb2.ExplainStreamResponse
+        return list((await self._ask("ObservationService/ExplainStream", request, kind)).explanations)
 
     async def moves(self) -> list[observation_pb2.QueueMove]:
         request = observation_pb2.ListMovesRequest()

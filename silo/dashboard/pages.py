@@ -10,7 +10,9 @@ from typing import Any
 from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
 from ...streams import wire
 from ...streams.errors import PermissionDenied
+from ...streams.identity import StreamId
 from ..local import InProcessTransport
+from ..why_causes import Cause
 from .calls import ServiceCalls, number_of, optional
 from .letters import LetterFilter, page_of, shown
 from .sessions import Viewer
@@ -178,6 +180,23 @@ class SubscriptionPage(PageSource):
         }
 
 
+class StreamPage(PageSource):
+    """Why the next event of a stream is not delivered. Without a stream, the form alone."""
+
+    async def render(self) -> dict[str, Any]:
+        cluster = await self.calls.cluster()
+        found: list[dict[str, Any]] = []
+        if text := self.options.get("stream", ""):
+            name = self.options.get("subscription", "")
+            explanations = await self.calls.explanations(self.provider, StreamId.parse(text), name)
+            found = [explanation_row(one) for one in explanations]
+        return {
+            "provider": self.provider,
+            "providers": sorted({provider.name for silo in cluster.silos for provider in silo.providers}),
+            "explanations": found,
+        }
+
+
 class LettersPage(PageSource):
     """Dead letters of one subscription, or of all."""
 
@@ -225,6 +244,7 @@ PAGES: Mapping[str, Callable[[InProcessTransport, Viewer, Mapping[str, str]], Pa
     "overview": OverviewPage,
     "queue": QueuePage,
     "subscription": SubscriptionPage,
+    "stream": StreamPage,
     "deadletters": LettersPage,
     "cluster": ClusterPage,
 }
@@ -286,6 +306,17 @@ def queue_rows(cluster: cluster_pb2.Cluster) -> list[dict[str, Any]]:
         for one in cluster.unserved
     ]
     return sorted(rows, key=lambda row: (row["provider"], row["index"]))
+
+
+def explanation_row(one: observation_pb2.StreamExplanation) -> dict[str, Any]:
+    causes = [Cause(cause.code, cause.evidence) for cause in one.causes]
+    return {
+        "subscription": one.subscription,
+        "causes": [
+            {"code": each.code, "meaning": each.meaning, "evidence": each.evidence, "remedy": each.remedy}
+            for each in causes
+        ],
+    }
 
 
 def blocked_row(one: observation_pb2.BlockedStream) -> dict[str, Any]:

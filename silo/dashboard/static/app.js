@@ -8,10 +8,11 @@ import { cluster } from "./cluster.js";
 import { deadletters } from "./deadletters.js";
 import { overview } from "./overview.js";
 import { queue } from "./queue.js";
+import { stream } from "./stream.js";
 import { subscription } from "./subscription.js";
 
-const PAGES = { overview, queue, subscription, deadletters, cluster };
-const MENU = [["overview", "Overview"], ["queue", "Queues"], ["deadletters", "Dead letters"], ["cluster", "Cluster"]];
+const PAGES = { overview, queue, subscription, stream, deadletters, cluster };
+const MENU = [["overview", "Overview"], ["queue", "Queues"], ["stream", "Why"], ["deadletters", "Dead letters"], ["cluster", "Cluster"]];
 const AGAIN_MS = 3000;
 
 const header = document.getElementById("header");

@@ -58,3 +58,8 @@ export function counted(count, one, many = `${one}s`) {
 export function streamName(stream) {
   return `${stream.namespace}/${stream.key}`;
 }
+
+/** A stream as commands and addresses take it: special characters are percent-encoded. */
+export function streamText(stream) {
+  return `${encodeURIComponent(stream.namespace)}/${encodeURIComponent(stream.key)}`;
+}

@@ -2,7 +2,7 @@
 
 import { lineChart } from "./charts.js";
 import { h } from "./dom.js";
-import { bytes, compact, counted, duration, number, rate, streamName } from "./format.js";
+import { bytes, compact, counted, duration, number, rate, streamName, streamText } from "./format.js";
 import { badge, link, section, table, tile } from "./parts.js";
 
 export const subscription = {
@@ -38,7 +38,7 @@ export const subscription = {
             h("span", { class: "mono" }, one.offset === undefined ? `queue ${one.queue}` : `${one.queue}:${one.offset}.${one.index}`),
             one.state === "paused" && visit.session?.may_manage
               ? h("button", { onclick: () => visit.act("resume", { provider, subscription: data.name, namespace: one.stream.namespace, key: one.stream.key }, (count) => count ? `Stream ${streamName(one.stream)} goes on.` : "The stream was not paused any more.") }, "Resume")
-              : ""],
+              : link("stream", { provider, stream: streamText(one.stream), subscription: data.name }, "Why?")],
         })), "No stream waits for another attempt, and none is paused."),
         data.blocked_total > data.blocked.length ? h("p", { class: "quiet" }, `and ${number(data.blocked_total - data.blocked.length)} more`) : null),
       section("Queues", table("Positions by queue", [["Queue", "num"], ["Position", "num"], ["To the end", "num"], ["Streams behind", "num"], ["Paused", "num"], ["Fault"]],

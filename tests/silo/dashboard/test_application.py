@@ -170,6 +170,10 @@ async def test_a_paused_stream_goes_on(tmp_path: Path):
         shown = await page(client, "subscription", name="taxes")
         (paused,) = shown["blocked"]
         assert (paused["state"], paused["stream"]) == ("paused", {"namespace": "bills", "key": "b1"})
+        (why,) = (await page(client, "stream", stream="bills/b1", subscription="taxes"))["explanations"]
+        assert why["subscription"] == "taxes"
+        assert why["causes"][0]["code"] == "stream_paused"
+        assert "resume" in why["causes"][0]["remedy"]
         done = await act(client, "resume", subscription="taxes", **paused["stream"])
         assert done.json() == {"count": 1}
 
@@ -184,6 +188,8 @@ async def test_wrong_requests_are_one_clear_line(tmp_path: Path):
         )
         assert (await client.get(f"{API}/page/queue", params={"queue": 99})).status_code == 400
         assert (await client.get(f"{API}/page/subscription", params={"name": "other"})).status_code == 404
+        assert "namespace/key" in (await client.get(f"{API}/page/stream", params={"stream": "x"})).json()["error"]
+        assert (await page(client, "stream"))["explanations"] == []
         await log_in(client, found.tokens["operator"])
         assert (await act(client, "explode")).status_code == 404
         assert "unknown field" in (await act(client, "redrive", everything=True)).json()["error"]

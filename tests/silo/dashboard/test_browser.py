@@ -95,6 +95,16 @@ async def test_each_page_shows_what_happens(tmp_path: Path, chromium: str):
         row = page.get_by_role("row").filter(has_text="bills/a1")
         await expect(row).to_contain_text("customer 7 has no address")
         await expect(row).to_contain_text("waiting")
+        await row.get_by_role("link", name="Why?").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Stream bills/a1")
+        cause = page.get_by_role("region", name="Subscription bills").get_by_role("listitem").first
+        await expect(cause).to_contain_text("stream_retrying")
+        await expect(cause).to_contain_text("customer 7 has no address")
+        await picture(page, "stream")
+        await page.get_by_label("Stream", exact=True).fill("nobody/x")
+        await page.get_by_label("Subscription", exact=True).fill("")
+        await page.get_by_role("button", name="Why?").click()
+        await expect(page.get_by_role("region", name="No subscription")).to_contain_text("no_subscription")
 
         await page.get_by_role("link", name="Cluster", exact=True).click()
         await expect(page.get_by_role("link", name="queue 3, running")).to_be_visible()
