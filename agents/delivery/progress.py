@@ -139,6 +139,8 @@ class DeliveryProgress(OfferedStreams):
         for cursor in self._cursors.values():
             if cursor.batch is None and cursor.token.offset < offset:
                 cursor.skip_to(SequenceToken(offset))
+                if cursor.done is not None:
+                    cursor.forget_done()
                 self.touch()
 
     def end(self) -> None:
