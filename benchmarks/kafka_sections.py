@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+from . import kafka_slow_handlers
 from .peers.kafka_broker import AIOKAFKA, CONFLUENT, CONFLUENT_PACKED, PACKED, RAW
 from .section import Run, Section, Target, cpu
+from .slow_handlers import SlowSetting
 
 ALL = (PACKED, RAW, CONFLUENT, CONFLUENT_PACKED, AIOKAFKA)
 
 
 def sections(scale: float) -> list[Section]:
-    """Sections `kafka-publish`, `kafka-publish-1k`, `kafka-end-to-end`, `kafka-end-to-end-1k`, `kafka-latency-500` and
-    `kafka-latency-2000`: `--only kafka` runs all."""
+    """Sections `kafka-publish`, `kafka-publish-1k`, `kafka-end-to-end`, `kafka-end-to-end-1k`, `kafka-latency-500`,
+    `kafka-latency-2000` and `kafka-slow-handlers`: `--only kafka` runs all."""
 
     def n(events: int) -> int:
         return max(2000, int(events * scale) // 1000 * 1000)
@@ -58,4 +60,5 @@ def sections(scale: float) -> list[Section]:
             )
             for rate in (500, 2000)
         ),
+        kafka_slow_handlers.section(SlowSetting(seconds=max(10 * scale, 0.5))),
     ]

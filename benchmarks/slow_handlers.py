@@ -138,8 +138,16 @@ async def _over_grpc(gate: StartingGate, address: str, setting: SlowSetting) -> 
 
 async def _subscribe(gate: StartingGate, setting: SlowSetting, place: Provider | Client) -> Mapping[str, Any]:
     tune_interpreter()
+    await publish(setting, place)
+    return await handle_events(gate, setting, place)
+
+
+async def publish(setting: SlowSetting, place: Provider | Client) -> None:
     for _ in range(setting.each):
         await place.publish_many([(StreamId("bench", key), key.encode()) for key in setting.keys])
+
+
+async def handle_events(gate: StartingGate, setting: SlowSetting, place: Provider | Client) -> Mapping[str, Any]:
     handling = Handling(setting)
 
     async def handler(event: Event) -> None:
@@ -290,23 +298,29 @@ class AnyOrder(Consumption):
 
 
 class OrderByHand(Consumption):
+    """A task for each lane, which handles one event after the other. A lane is a key."""
+
     def __init__(self, inbox: Inbox, handle: Callable[[str], Awaitable[None]], most: int) -> None:
         super().__init__(inbox, handle, most)
-        self._waiting: dict[str, deque[Any]] = {}
+        self._waiting: dict[Any, deque[tuple[str, Any]]] = {}
+
+    def lane(self, key: str, event: Any) -> Any:
+        return key
 
     def start(self, key: str, event: Any) -> None:
-        waiting = self._waiting.get(key)
+        lane = self.lane(key, event)
+        waiting = self._waiting.get(lane)
         if waiting is not None:
-            waiting.append(event)
+            waiting.append((key, event))
         else:
-            self._waiting[key] = deque([event])
-            self.run_task(self._work_on(key))
+            self._waiting[lane] = deque([(key, event)])
+            self.run_task(self._work_on(lane))
 
-    async def _work_on(self, key: str) -> None:
-        waiting = self._waiting[key]
+    async def _work_on(self, lane: Any) -> None:
+        waiting = self._waiting[lane]
         while waiting:
-            await self.work(key, waiting.popleft())
-        del self._waiting[key]
+            await self.work(*waiting.popleft())
+        del self._waiting[lane]
 
 
 CONSUMPTIONS: Mapping[str, type[Consumption]] = {ANY_ORDER: AnyOrder, BY_HAND: OrderByHand}
@@ -322,12 +336,17 @@ async def _peer(gate: StartingGate, system: str, way: str, address: str, setting
         for _ in range(setting.each):
             await inbox.publish(setting.keys)
         handling = Handling(setting)
-        consumption = CONSUMPTIONS[way](inbox, handling.handle, setting.streams if way == ANY_ORDER else IN_HAND)
-        tasks = [asyncio.create_task(consumption.receive()), asyncio.create_task(consumption.acknowledge())]
-        result = await handling.measure(gate)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=CLOSE_S)
+        most = setting.streams if way == ANY_ORDER else IN_HAND
+        return await consume(gate, CONSUMPTIONS[way](inbox, handling.handle, most), handling)
+
+
+async def consume(gate: StartingGate, consumption: Consumption, handling: Handling) -> Mapping[str, Any]:
+    """Run the consumption while its handler is measured."""
+    tasks = [asyncio.create_task(consumption.receive()), asyncio.create_task(consumption.acknowledge())]
+    result = await handling.measure(gate)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=CLOSE_S)
     return result
 
 
@@ -335,18 +354,18 @@ async def _peer(gate: StartingGate, system: str, way: str, address: str, setting
 
 
 def run_alone(function: str, setting: SlowSetting) -> Result:
-    return _result([Job("consumer", f"{HERE}:{function}", _args(setting))])
+    return result_of([Job("consumer", f"{HERE}:{function}", args_of(setting))])
 
 
 def run_over_grpc(setting: SlowSetting) -> Result:
     with SiloServer() as silo:
-        return _result([Job("consumer", f"{HERE}:over_grpc", {"address": silo.address, **_args(setting)})], silo)
+        return result_of([Job("consumer", f"{HERE}:over_grpc", {"address": silo.address, **args_of(setting)})], silo)
 
 
 def run_peer(system: str, way: str, setting: SlowSetting) -> Result:
     with SERVERS[system]() as server:
-        args = {"system": system, "way": way, "address": server.address, **_args(setting)}
-        return _result([Job("consumer", f"{HERE}:peer", args)], server)
+        args = {"system": system, "way": way, "address": server.address, **args_of(setting)}
+        return result_of([Job("consumer", f"{HERE}:peer", args)], server)
 
 
 def ideal(setting: SlowSetting) -> Result:
@@ -356,7 +375,7 @@ def ideal(setting: SlowSetting) -> Result:
     )
 
 
-def _args(setting: SlowSetting) -> Mapping[str, float]:
+def args_of(setting: SlowSetting) -> Mapping[str, float]:
     return {
         "streams": setting.streams,
         "stuck": setting.stuck,
@@ -365,7 +384,7 @@ def _args(setting: SlowSetting) -> Mapping[str, float]:
     }
 
 
-def _result(jobs: Sequence[Job], server: Server | None = None) -> Result:
+def result_of(jobs: Sequence[Job], server: Server | None = None) -> Result:
     outcome = together(jobs, server=server)
     return outcome.to_result(events=outcome.reports["consumer"].result["events"])
 

@@ -52,14 +52,15 @@ class KafkaPeer(Peer):
 
 
 class NewTopicOnBroker(Server):
-    """A new topic with one partition on a broker that runs. The address is HOST:PORT/TOPIC."""
+    """A new topic on a broker that runs. The address is HOST:PORT/TOPIC."""
 
     name = "kafka-topic"
     _numbers = count(1)
 
-    def __init__(self, broker: KafkaServer) -> None:
+    def __init__(self, broker: KafkaServer, partitions: int = 1) -> None:
         super().__init__(broker.directory)
         self._broker = broker
+        self._partitions = partitions
         self._topic = f"events-{next(self._numbers)}"
 
     @property
@@ -71,7 +72,7 @@ class NewTopicOnBroker(Server):
         return self._broker.pid
 
     def start(self) -> None:
-        create_topic(self._broker.address, self._topic, 1)
+        create_topic(self._broker.address, self._topic, self._partitions)
 
     def stop(self) -> None:
         """The broker goes on."""
