@@ -120,7 +120,7 @@ PLACES = {
 
 
 def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
-    places = recorded("planned", 3) | recorded("pauses", 3)
+    places = recorded("planned", 6) | recorded("pauses", 3)
     stood = hit(site for way in places.values() for site in way)
     assert {each.function for each in stood} >= PLACES
     for crash in chosen(places, examples(30, quick=15)):
