@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from confluent_kafka import TopicPartition
@@ -13,6 +14,7 @@ from confluent_kafka import TopicPartition
 from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, InvalidArgument
 from ...streams.events import EventBatch
+from ...streams.identity import SequenceToken
 from ..receiving import Bounds
 from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
@@ -167,14 +169,13 @@ class KafkaAdapter(QueueAdapter):
         placed = [self._format.records(self._check_queue(queue), batch) for queue, batch in batches]
         records = [record for of_batch in placed for record in of_batch]
         if sequence is None:
-            answer = self._send(records)
-        else:
-            storing = self._producers.once(sequence, records)
-            answer = asyncio.shield(self._storing.hold(storing, f"headrace publish of {sequence.producer}"))
+            return _receipts(self._send(records), placed)
         # A call that has begun is completed, even if the caller is cancelled.
+        storing = self._producers.once(sequence, records)
+        answer = asyncio.shield(self._storing.hold(storing, f"headrace publish of {sequence.producer}"))
         return answer if len(records) == len(placed) else _of_batches(answer, placed)
 
-    def _send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[Receipt]]:
+    def _send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[int]]:
         assert self._publisher is not None  # `open` made it
         return self._publisher.send(records)
 
@@ -340,6 +341,13 @@ class KafkaAdapter(QueueAdapter):
         if not 0 <= queue < self._queues:
             raise InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
         return queue
+
+
+async def _receipts(offsets: Awaitable[Sequence[int]], placed: Sequence[Sequence[OutgoingRecord]]) -> Sequence[Receipt]:
+    """Return a receipt for each batch: that of its first record."""
+    found = await offsets
+    firsts = accumulate(map(len, placed), initial=0)
+    return [Receipt(SequenceToken(found[first])) for first, _ in zip(firsts, placed, strict=False)]
 
 
 async def _of_batches(

@@ -17,7 +17,8 @@ from .publisher import OutgoingRecord
 KNOWN_PRODUCERS = 100_000
 """Producers whose last call this process remembers. For others it reads the log once."""
 
-Send = Callable[[Sequence[OutgoingRecord]], Awaitable[Sequence[Receipt]]]
+Send = Callable[[Sequence[OutgoingRecord]], Awaitable[Sequence[int]]]
+"""Stores records, and returns their offsets."""
 
 
 class _CallOrder:
@@ -68,12 +69,12 @@ class KafkaProducers:
             await self._ledgers.store_empty(sequence)
         parts = [CallPart(producer, number, previous, index, len(records)) for index in missing]
         stored = await self._send([self._with_part(records[part.index], part) for part in parts])
-        tokens: dict[int, SequenceToken | None] = {
-            index: SequenceToken(offset) for index, offset in state.parts.items() if index not in missing
-        }
-        tokens |= {index: receipt.token for index, receipt in zip(missing, stored, strict=True)}
-        receipts = [Receipt(tokens[index], duplicate=index not in missing) for index in range(len(records))]
-        offsets = [None if receipt.token is None else receipt.token.offset for receipt in receipts]
+        found = {index: offset for index, offset in state.parts.items() if index not in missing}
+        found |= dict(zip(missing, stored, strict=True))
+        offsets = [found[index] for index in range(len(records))]
+        receipts = [
+            Receipt(SequenceToken(offset), duplicate=index not in missing) for index, offset in enumerate(offsets)
+        ]
         self._remember(producer, ProducerState(LastCall(number, offsets)))
         return receipts
 

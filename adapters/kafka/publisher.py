@@ -8,13 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
 from ...streams.errors import Closed, HeadraceError, QueueFull, StorageError
-from ...streams.identity import SequenceToken
-from ...streams.publishing import Receipt
 from .client import KafkaClients
 from .limits import KafkaLimits
 
@@ -38,33 +37,23 @@ class OutgoingRecord(NamedTuple):
 
 
 class PendingRecords:
-    """The records of one call. Its answer has their receipts, or the first error."""
+    """The records of one call. Its answer has their offsets, or the first error."""
 
     def __init__(self, records: int, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.answer: asyncio.Future[Sequence[Receipt]] = loop.create_future()
+        self.answer: asyncio.Future[Sequence[int]] = loop.create_future()
         self.nbytes = nbytes
         self.records = records
-        self._receipts = [Receipt(None)] * records
-        self._left = records
-        self._error: HeadraceError | None = None
-        if not records:
-            self.answer.set_result([])
+        self.offsets = [-1] * records
+        self.error: KafkaError | None = None
+        self._outcomes = count(1)  # `next` of it is atomic: several threads note outcomes
 
-    def settle(self, index: int, outcome: int | HeadraceError) -> bool:
-        """Note the outcome of a record. Return whether it was the last one."""
-        if isinstance(outcome, HeadraceError):
-            self._error = self._error or outcome
+    def note(self, index: int, error: KafkaError | None, offset: int) -> bool:
+        """Note the outcome of a record, in any thread. Return whether it is the last one."""
+        if error is None:
+            self.offsets[index] = offset
         else:
-            self._receipts[index] = Receipt(SequenceToken(outcome))
-        self._left -= 1
-        if self._left:
-            return False
-        if not self.answer.done():
-            if self._error is not None:
-                self.answer.set_exception(self._error)
-            else:
-                self.answer.set_result(self._receipts)
-        return True
+            self.error = self.error or error
+        return next(self._outcomes) == self.records
 
 
 class RecordPublisher:
@@ -79,7 +68,7 @@ class RecordPublisher:
         self._clients = clients
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._delivered: deque[tuple[PendingRecords, int, int | KafkaError]] = deque()
+        self._settled: deque[PendingRecords] = deque()
         self._scheduled = False
         self._pending: set[PendingRecords] = set()
         self._pending_bytes = 0
@@ -96,8 +85,8 @@ class RecordPublisher:
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
-    def send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[Receipt]]:
-        """Store records. The result has their receipts.
+    def send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[int]]:
+        """Store records. The result has their offsets.
 
         Raises QueueFull at once, before anything is stored, if too much is pending. The result raises StorageError or
         PayloadTooLarge: then each of the records may be stored or not.
@@ -108,6 +97,7 @@ class RecordPublisher:
         self._check_space(len(records), nbytes)
         call = PendingRecords(len(records), nbytes, self._loop)
         if not records:
+            call.answer.set_result([])
             return call.answer
         self._pending.add(call)
         self._pending_bytes += nbytes
@@ -140,18 +130,16 @@ class RecordPublisher:
                 self._begin()
                 self._hand_over(record, done)
         except KafkaException as error:
-            self._noted(call, index, error.args[0])
+            self._on_delivery(call, index, error.args[0])
         except BufferError:  # a call of more than the client holds: `send` accepts any call if nothing is pending
-            self._noted(call, index, KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001 (its name)
+            self._on_delivery(call, index, KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001 (its name)
 
     def _hand_over(self, record: OutgoingRecord, done: Callable[..., None]) -> None:
         partition, key, value, headers = record
         if headers:
-            self._producer.produce(
-                self._topic, value=value, key=key, partition=partition, on_delivery=done, headers=headers
-            )
+            self._producer.produce(self._topic, value, key, partition, done, headers=headers)
         else:
-            self._producer.produce(self._topic, value=value, key=key, partition=partition, on_delivery=done)
+            self._producer.produce(self._topic, value, key, partition, done)
 
     # ---- in the polling thread -------------------------------------------------------------------------------------
 
@@ -160,11 +148,10 @@ class RecordPublisher:
             producer.poll(POLL_S)
         producer.flush(self._clients.options.publish_timeout_s + 1)
 
-    def _on_delivery(self, call: PendingRecords, index: int, error: KafkaError | None, message: Any) -> None:
-        self._noted(call, index, message.offset() if error is None else error)
-
-    def _noted(self, call: PendingRecords, index: int, outcome: int | KafkaError) -> None:
-        self._delivered.append((call, index, outcome))
+    def _on_delivery(self, call: PendingRecords, index: int, error: KafkaError | None, message: Any = None) -> None:
+        if not call.note(index, error, -1 if message is None else message.offset()):
+            return
+        self._settled.append(call)
         if not self._scheduled:
             self._scheduled = True
             try:
@@ -176,15 +163,17 @@ class RecordPublisher:
 
     def _settle(self) -> None:
         self._scheduled = False
-        delivered = self._delivered
-        while delivered:
-            call, index, outcome = delivered.popleft()
-            if isinstance(outcome, KafkaError):
-                outcome = self._failure(outcome)
-            if call.settle(index, outcome):
-                self._pending.discard(call)
-                self._pending_bytes -= call.nbytes
-                self._pending_records -= call.records
+        while self._settled:
+            call = self._settled.popleft()
+            self._pending.discard(call)
+            self._pending_bytes -= call.nbytes
+            self._pending_records -= call.records
+            if call.answer.done():
+                continue
+            if call.error is None:
+                call.answer.set_result(call.offsets)
+            else:
+                call.answer.set_exception(self._failure(call.error))
 
     def _failure(self, error: KafkaError) -> HeadraceError:
         failure = self._clients.failure(f"events were not confirmed by topic {self._topic!r}", error)
@@ -197,8 +186,7 @@ class RecordPublisher:
         self._closing = True
         for thread in self._threads:
             await self._loop.run_in_executor(None, thread.join)
-        while self._delivered:
-            self._settle()
+        self._settle()
         for call in list(self._pending):
             if not call.answer.done():
                 call.answer.set_exception(Closed("the kafka adapter was closed before these events were confirmed"))
