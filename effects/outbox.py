@@ -209,7 +209,10 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     if hasattr(connection, "__aenter__"):
         return _execute_async(connection, rows)
     with connection.cursor() as cursor:
-        cursor.executemany(_PSYCOPG, rows)
+        if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
+            cursor.execute(_PSYCOPG, rows[0])
+        else:
+            cursor.executemany(_PSYCOPG, rows)
     return None
 
 
@@ -223,7 +226,10 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
 
 async def _execute_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
     async with connection.cursor() as cursor:
-        await cursor.executemany(_PSYCOPG, rows)
+        if len(rows) == 1:
+            await cursor.execute(_PSYCOPG, rows[0])
+        else:
+            await cursor.executemany(_PSYCOPG, rows)
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------
