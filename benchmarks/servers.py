@@ -21,6 +21,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,10 @@ def _as(account: Account) -> Sequence[str]:
     if not account:
         return ()
     return ("setpriv", f"--reuid={account.get('user')}", f"--regid={account.get('group')}", "--clear-groups")
+
+
+_SPAWNER = ThreadPoolExecutor(1, "headrace starts servers")
+"""A server dies with the thread that starts it. So that is none which ends before this process does."""
 
 
 class Server(ABC):
@@ -110,7 +115,7 @@ class Server(ABC):
         self.port = self.port or free_port()
         self.prepare()
         with (self.directory / "server.log").open("ab") as log:
-            self._process = self._spawn(log)
+            self._process = _SPAWNER.submit(self._spawn, log).result()
         deadline = time.monotonic() + self.start_timeout_s
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:

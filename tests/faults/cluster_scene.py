@@ -312,7 +312,7 @@ class Load:
             self._tasks.append(asyncio.create_task(consumer.run(), name=f"raw consumer at {name}"))
 
     async def publish(self) -> None:
-        async with Client(self.cluster.address(), connect_timeout_s=PATIENCE_S, timeout_s=PATIENCE_S) as client:
+        async with Client(self.cluster.address(), connect_timeout_s=PATIENCE_S, timeout_s=2 * PATIENCE_S) as client:
             while not self._enough.is_set():
                 counts = {stream: self.rng.randint(1, 3) for stream in STREAMS}
                 await client.publish_many(
