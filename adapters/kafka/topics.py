@@ -110,23 +110,49 @@ class KafkaTopics:
         return found[partition] if found[partition] >= 0 else None
 
     async def _offsets(self, asked: Mapping[Place, OffsetSpec | None]) -> Mapping[int, int]:
-        answers = self._client.list_offsets(
-            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s
-        )
-        found: dict[int, int] = {}
-        for place, answer in answers.items():
-            doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
-            offset = (await answer_of(answer, self._clients, doing)).offset
-            if offset < _NONE:  # the client's answer, without an error, if the brokers do not answer
-                raise StorageError(f"{doing}: the brokers do not answer")
-            found[place.partition] = offset
-        return found
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.request_s
+        while True:
+            answers = self._client.list_offsets(
+                asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s
+            )
+            try:
+                return {place.partition: await self._offset(place, answer) for place, answer in answers.items()}
+            except StorageError:
+                topics = {place.topic for place, answer in answers.items() if _has_old_epoch(answer)}
+                if not topics or loop.time() > deadline:
+                    raise
+            for topic in topics:
+                await self._refresh(topic)
+            await asyncio.sleep(0.05)
+
+    async def _offset(self, place: Place, answer: Any) -> int:
+        doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
+        offset = (await answer_of(answer, self._clients, doing)).offset
+        if offset < _NONE:  # the client's answer, without an error, if the brokers do not answer
+            raise StorageError(f"{doing}: the brokers do not answer")
+        return offset
+
+    async def _refresh(self, topic: str) -> None:
+        """Have the client learn the leaders anew. After a broker has started again, the client sends an older epoch of
+        a leader and does not do so by itself."""
+        try:
+            await asyncio.to_thread(self._client.list_topics, topic, timeout=self._limits.request_s)
+        except KafkaException as error:
+            raise self._clients.failure(f"the leaders of topic {topic!r} cannot be read", error) from None
 
     async def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:
         """Delete the records below an offset, by partition."""
         places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
         for answer in self._client.delete_records(places, request_timeout=self._limits.request_s).values():
             await answer_of(answer, self._clients, f"finished records of topic {topic!r} cannot be deleted")
+
+
+def _has_old_epoch(answer: Any) -> bool:
+    """Whether the client asked with an epoch that is not the leader's."""
+    error = answer.exception() if answer.done() else None
+    code = error.args[0].code() if isinstance(error, KafkaException) else None
+    return code in (KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH)
 
 
 def topic_settings(retention_ms: int) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -208,6 +209,27 @@ async def test_bounds_are_an_error_while_the_broker_does_not_answer(kafka_server
             for ask in (lambda: adapter.bounds(0), lambda: adapter.resume_at(0, 1), lambda: adapter.offset_at(0, 0)):
                 with pytest.raises(StorageError):
                     await ask()
+
+
+@pytest.fixture
+def own_broker() -> Iterator[KafkaServer]:
+    with KafkaServer() as broker:
+        yield broker
+
+
+async def test_ledger_of_producers_is_read_again_after_a_broker_has_started_again(own_broker: KafkaServer) -> None:
+    """The client keeps the epoch of the leader from before, and the broker refuses it."""
+    async with opened(own_broker.address, new_topic()) as adapter:
+        assert await adapter.last_sequence("one") == 0
+        await asyncio.to_thread(own_broker.stop)
+        await asyncio.to_thread(own_broker.start)
+        async with asyncio.timeout(30):  # the client keeps it for 15 minutes
+            while True:
+                try:
+                    assert await adapter.last_sequence("two") == 0
+                    break
+                except StorageError:
+                    await asyncio.sleep(0.1)
 
 
 async def test_publish_waits_for_a_frozen_broker_then_fails_and_readers_report_it(kafka_server: KafkaServer) -> None:
