@@ -119,7 +119,7 @@ class KafkaTopics:
             try:
                 return {place.partition: await self._offset(place, answer) for place, answer in answers.items()}
             except StorageError:
-                topics = {place.topic for place, answer in answers.items() if _has_old_epoch(answer)}
+                topics = {place.topic for place, answer in answers.items() if _knows_old_leader(answer)}
                 if not topics or loop.time() > deadline:
                     raise
             for topic in topics:
@@ -134,8 +134,8 @@ class KafkaTopics:
         return offset
 
     async def _refresh(self, topic: str) -> None:
-        """Have the client learn the leaders anew. After a broker has started again, the client sends an older epoch of
-        a leader and does not do so by itself."""
+        """Have the client learn the leaders anew. It does not do so by itself, for example after a broker has started
+        again: then it asks with an older epoch of the leader."""
         try:
             await asyncio.to_thread(self._client.list_topics, topic, timeout=self._limits.request_s)
         except KafkaException as error:
@@ -148,11 +148,17 @@ class KafkaTopics:
             await answer_of(answer, self._clients, f"finished records of topic {topic!r} cannot be deleted")
 
 
-def _has_old_epoch(answer: Any) -> bool:
-    """Whether the client asked with an epoch that is not the leader's."""
+_OLD_LEADER = (
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+)
+
+
+def _knows_old_leader(answer: Any) -> bool:
+    """Whether the client asked a broker that leads no more, or with an epoch that is not the leader's."""
     error = answer.exception() if answer.done() else None
-    code = error.args[0].code() if isinstance(error, KafkaException) else None
-    return code in (KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH)
+    return isinstance(error, KafkaException) and error.args[0].code() in _OLD_LEADER
 
 
 def topic_settings(retention_ms: int) -> Mapping[str, str]:
