@@ -18,6 +18,7 @@ class ForwardingAdapter(QueueAdapter):
         self.mapper = inner.mapper
         self.identity = inner.identity
         self.location = inner.location
+        self.durations = inner.durations
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
+from ..streams.histograms import Histogram
 from ..streams.identity import StreamId
 from ..streams.publishing import ProducerSequence, Receipt
 from .range_ends import OffsetRange, RangeLimits, end_by_reading
@@ -115,6 +116,8 @@ class QueueAdapter(ABC):
     location: Mapping[str, Any] = {}
     """The options that say where the queues are, without secrets, as JSON values. The control store keeps them and
     gives them to the next `AdapterContext`."""
+    durations: Mapping[str, Histogram] = {}
+    """How long operations took that the adapter measures, by name, such as `commit`."""
 
     @abstractmethod
     def enqueue(

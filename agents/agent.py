@@ -13,6 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..adapters.receiving import Gap
@@ -41,8 +42,7 @@ class AgentStatistics(NamedTuple):
     queue: int
     next_offset: int
     cache: CacheStatistics
-    received_events: int
-    received_bytes: int
+    received: ReceivedCounts
     state: str
     reason: str
     deliveries: Sequence[tuple[DeliveryStatistics, bool]]
@@ -286,8 +286,7 @@ class PullingAgent:
             self.queue,
             cache.next_offset,
             cache.statistics(),
-            self.received.events,
-            self.received.bytes,
+            replace(self.received),
             state,
             reason,
             [(d.statistics(), name in self.catch_ups.running) for name, d in self.deliveries.items()],

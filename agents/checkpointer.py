@@ -14,6 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ..streams.background import run_periodically
+from ..streams.histograms import Histogram
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
 from .delivery.checkpoint_pacer import UnsavedProgress
@@ -56,6 +57,10 @@ class Checkpointer:
         """Numbers of the calls that store progress."""
         self._check_owner_at = 0.0
         """Loop time from which on `save` asks the store even if no progress has changed."""
+        self.durations = Histogram()
+        """How long `save` took."""
+        self.saved_at = asyncio.get_running_loop().time()
+        """Loop time of the last `save` that had no error."""
 
     async def run(self) -> None:
         """Store progress periodically. Does not end."""
@@ -64,6 +69,7 @@ class Checkpointer:
     async def save(self) -> None:
         """Store the checkpoints that changed, in one transaction. Stop queues and subscriptions that it refuses."""
         state, loop = self._state, asyncio.get_running_loop()
+        began = loop.time()
         async with self.lock:
             leases = state.leases_now()
             progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
@@ -87,6 +93,8 @@ class Checkpointer:
             for name, reports in marks:
                 if name not in stale:
                     _confirm(reports, refused.queues)
+        self.saved_at = loop.time()
+        self.durations.observe(self.saved_at - began)
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
                 "queue %d of %r has another owner by now: it is not served here any more", queue, state.provider

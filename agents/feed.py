@@ -158,6 +158,7 @@ class Feed:
         self.fault = ""
 
     async def _back_off(self, error: StorageError, seconds: float) -> None:
+        self.owner.received.errors += 1
         if self.fault != str(error):
             log.warning("queue %d cannot be read, trying again in %.2f s: %s", self.owner.queue, seconds, error)
         self.fault = str(error)
@@ -208,7 +209,7 @@ class Feed:
             delivery.read_on(self)
 
     async def _under_pressure(self) -> None:
-        self.throttled = True
+        self.throttled, began = True, monotonic()
         self._relief.clear()
         try:
             async with asyncio.timeout(max(self._check_s, self._pause_s)):
@@ -218,6 +219,7 @@ class Feed:
             self.owner.relieve(self)
             self._pause_s = 20 * (monotonic() - before)
         self.throttled = False
+        self.owner.received.pressure_s += monotonic() - began
 
     @contextmanager
     def _nothing_goes(self) -> Generator[None]:

@@ -9,6 +9,7 @@ from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
 from ..streams.subscriptions import Checkpoint
 from .checkpointer import Checkpointer
+from .counts import LeaseCounts
 from .host_state import HostState
 from .progress_store import ProgressStore
 
@@ -20,6 +21,7 @@ class QueueHost:
         self.on_position_unknown: Callable[[str], Awaitable[None]] = _ignore
         """Called with the name of a subscription whose position in a new queue only its consumer knows."""
         self.queues = state.queues
+        self.lease_counts = LeaseCounts()
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -75,6 +77,7 @@ class QueueHost:
             for served in here:
                 served.note_stored({queue: stored.get(served.definition.name)})
             state.gain(queue, epoch, term)
+            self.lease_counts.gained += 1
 
     async def lose(self, queue: int, drain_s: float) -> None:
         """Give a queue back: events in flight have `drain_s` seconds to end, then exactly the progress made is stored.
@@ -105,11 +108,13 @@ class QueueHost:
         await self._checkpointer.save_stopped(done)
         for queue in losing:
             self._state.lose(queue)
+        self.lease_counts.given_back += len(losing)
 
     def cut(self, queue: int) -> None:
         """The lease is over: stop at once, and store nothing."""
         self._checkpointer.drop_unsaved(queue)
         self._state.lose(queue)
+        self.lease_counts.cut += 1
         self._cutting.start(self._stop_agent(queue, 0.0), f"headrace cut {self._state.provider}/{queue}")
 
 

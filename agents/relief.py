@@ -70,6 +70,7 @@ class CacheRelief:
             if fits and (starved or cursor in stuck) and not _alone(feed, delivery):
                 held += size
                 delivery.detach(cursor)
+                delivery.counts.detached += 1
         if not isinstance(feed, CatchUp):
             self._part_with_slow(feed, oldest, starved=starved)
         elif self._is_idle(feed) or self._in_demand(feed):

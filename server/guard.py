@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -35,7 +36,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from ..streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, Unauthenticated, Unavailable
+from ..streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, Unauthenticated, Unavailable, code_of
 from ..streams.field_limits import MAX_OFFSET
 from .access import EVERYTHING, PEER, Authenticator, Principal, account_of_certificate
 from .limits import UNLIMITED, CallUsage, ClientLimiter, TotalUsage, client_of
@@ -236,6 +237,8 @@ class CallGuard:
         self._unlimited = ClientLimiter(UNLIMITED, asyncio.get_running_loop().time)
         """For other silos: they limit their own clients."""
         self._certificates = certificates
+        self.failed_calls = Counter[str]()
+        """Calls over a network that ended with an error, by its code. Refused ones count, too."""
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -319,7 +322,7 @@ class CallGuard:
         try:
             return await self.run(method, GrpcCall(context), *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
-            failure = logged_failure(method, error)
+            failure = self.failed(method, error)
             await context.abort(failure.status, failure.details, tuple(failure.trailers))
 
     async def run(self, method: ServiceMethod, call: GuardedCall, *requests: bytes) -> Any:
@@ -335,6 +338,16 @@ class CallGuard:
             return await method.handler(call, *requests)
         finally:
             self._leave(method, call)
+
+    def failed(self, method: ServiceMethod, error: Exception) -> CallFailure:
+        """Count the error of a call, and return it as the caller gets it. Log an error that is a bug."""
+        self.failed_calls[code_of(error)] += 1
+        if isinstance(error, HeadraceError):
+            if type(error) is HeadraceError:
+                log.error("%s failed", method.name, exc_info=error)
+            return failure_of(error)
+        log.error("%s failed", method.name, exc_info=error)
+        return CallFailure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
 
     def _admit(self, method: ServiceMethod, call: GuardedCall) -> None:
         closing = self._closing[method.service]
@@ -410,16 +423,6 @@ def details_of(error: HeadraceError) -> str:
     """The error's text, shortened for sending."""
     text = str(error).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_DETAILS else f"{text[:MAX_DETAILS]}..."
-
-
-def logged_failure(method: ServiceMethod, error: Exception) -> CallFailure:
-    """Return the failure of a call. Log an error that is a bug."""
-    if isinstance(error, HeadraceError):
-        if type(error) is HeadraceError:
-            log.error("%s failed", method.name, exc_info=error)
-        return failure_of(error)
-    log.error("%s failed", method.name, exc_info=error)
-    return CallFailure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
 
 
 def _authorization(context: Context) -> str | bytes | None:

@@ -36,7 +36,7 @@ from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
 from .connection_times import ConnectionTimes
-from .guard import CODE, CallFailure, CallGuard, GuardedCall, MethodKind, ServiceMethod, failure_of, logged_failure
+from .guard import CODE, CallFailure, CallGuard, GuardedCall, MethodKind, ServiceMethod, failure_of
 from .limits import ClientLimits, address_of
 
 log = logging.getLogger("headrace.silo")
@@ -109,7 +109,7 @@ class NativeCall(GuardedCall):
         try:
             answer = await connection.server.guard.run(self._method, self, *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
-            connection.refuse(self.number, logged_failure(self._method, error))
+            connection.refuse(self.number, connection.server.guard.failed(self._method, error))
             return
         if self._method.kind is MethodKind.UNARY:
             connection.put(PacketKind.ANSWER, self.number, answer)

@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,12 +26,14 @@ from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
 from .in_process import InProcessTransport
+from .metric_snapshots import ClusterSnapshot
 from .move_history import MoveHistory
 from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
 from .placement import ClusterPlacements
 from .provider_core import ProviderCore
 from .silo_processes import SiloProcesses
+from .unserved_queues import UnservedQueues
 
 log = logging.getLogger("headrace.silo")
 
@@ -57,6 +60,11 @@ class ClusteredSilo:
         """The secret of this run of the silo. Other silos read its hash from the store."""
         self.placements = ClusterPlacements()
         self.moves = MoveHistory()
+        self.unserved = UnservedQueues({name: provider.queues for name, provider in providers.items()})
+        self.viewed_at: float | None = None
+        """Loop time of the last view of the cluster; None before the first."""
+        self.control = control
+        """The cluster's store. This connection only renews leases and reads views."""
         self._services: InProcessTransport | None = None
         self.view: ClusterView | None = None
         self._config = config
@@ -195,6 +203,18 @@ class ClusteredSilo:
         self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
         self.placements.update(view)
         self.moves.update(view, time.time_ns() // 1000)
+        self.viewed_at = asyncio.get_running_loop().time()
+        self.unserved.update(view, self.viewed_at)
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The cluster as this silo sees it now."""
+        now = asyncio.get_running_loop().time()
+        return ClusterSnapshot(
+            Counter(silo.state.value for silo in self.view.silos) if self.view is not None else {},
+            None if self.viewed_at is None else now - self.viewed_at,
+            {name: self.unserved.count(name) for name in self._providers},
+            {name: self.unserved.total_s(name, now) for name in self._providers},
+        )
 
     def owner(self, provider: str, queue: int) -> str:
         """Return the name of a queue's owner, "" if it has none."""

@@ -38,7 +38,7 @@ class EventPublisher(QueuePositions):
         # Without the option, the decorator only publishes events that were delayed before.
         decorated = parts.delays is not None and parts.options.delays is None
         self._can_delay = parts.adapter.capabilities.delay and not decorated
-        self._publishing = PendingPublishes()
+        self.publishing = PendingPublishes()
         self.codecs = Codecs(parts.options.codec)
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
@@ -59,7 +59,7 @@ class EventPublisher(QueuePositions):
     ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         check_stream(stream)
-        number = self._publishing.begin()
+        number = self.publishing.begin()
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
                 batch = EventBatch.of(stream, [events])
@@ -72,8 +72,11 @@ class EventPublisher(QueuePositions):
                 batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed_events, delay, priority))]
                 receipts = await self.adapter.enqueue(batches)
                 self._count(batches)
+        except Exception as error:
+            self.publishing.note_error(error)
+            raise
         finally:
-            self._publishing.end(number)
+            self.publishing.end(number)
         token = receipts[0].token
         assert token is not None  # only duplicates of an idempotent producer have none
         return token
@@ -94,11 +97,14 @@ class EventPublisher(QueuePositions):
             for stream, events in by_stream.items()
             for batch in self._encode(stream, events)
         ]
-        number = self._publishing.begin()
+        number = self.publishing.begin()
         try:
             receipts = await self.adapter.enqueue(batches, sequence=sequence)
+        except Exception as error:
+            self.publishing.note_error(error)
+            raise
         finally:
-            self._publishing.end(number)
+            self.publishing.end(number)
         if not (receipts and receipts[0].duplicate):
             self._count(batches)
         return receipts
@@ -109,7 +115,7 @@ class EventPublisher(QueuePositions):
 
     async def flush(self) -> None:
         """Return when all events published before are stored or have failed. The publishing callers get the errors."""
-        await self._publishing.flush()
+        await self.publishing.flush()
 
     def publish_encoded(
         self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
@@ -120,7 +126,7 @@ class EventPublisher(QueuePositions):
         """
         self._check_schedules(batches)
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
-        number = self._publishing.begin()
+        number = self.publishing.begin()
         answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
         answer.add_done_callback(partial(self._note_answer, number, placed))
         return answer
@@ -128,8 +134,11 @@ class EventPublisher(QueuePositions):
     def _note_answer(
         self, number: int, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]
     ) -> None:
-        self._publishing.end(number)
-        if answer.cancelled() or answer.exception() is not None:
+        self.publishing.end(number)
+        if answer.cancelled():
+            return
+        if (error := answer.exception()) is not None:
+            self.publishing.note_error(error)
             return
         if not any(receipt.duplicate for receipt in answer.result()):
             self._count(placed)

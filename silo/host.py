@@ -7,8 +7,8 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,15 +20,19 @@ from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from ..server.answers import HttpAnswer
 from ..server.limits import UNLIMITED, ClientLimiter
 from ..store.datadir import running_silos
-from ..streams.errors import Busy, HeadraceError, InvalidArgument
+from ..streams.background import BackgroundTasks
+from ..streams.errors import Busy, InvalidArgument
 from ..streams.handlers import SubscriptionDeclaration, declared
+from ..streams.histograms import Histogram
 from ..streams.wording import counted
 from .config import SiloConfig, check
-from .metrics import ObservedProvider, render
+from .lag_history import LagHistory
+from .loop_delay import LoopDelay
+from .metric_snapshots import Snapshot, StoreSnapshot, provider_snapshot
+from .metrics import render
 from .options import DEFAULT_ADAPTER
 from .provider import Provider
 from .service_limits import SERVICE_LIMITS, ServiceLimits
-from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
     from starlette.types import ASGIApp
@@ -40,8 +44,6 @@ if TYPE_CHECKING:  # they load gRPC
 log = logging.getLogger("headrace.silo")
 
 CONSUMING = "headrace.v1.ConsumerService"
-COUNT_S = 1.0
-"""Longest time that metrics wait for the count of delayed events, in seconds."""
 INTERNAL_PACKAGES = ("headrace", "importlib")
 """Packages whose lines are left out of a message about the user's module."""
 
@@ -61,7 +63,9 @@ class Silo:
         """HOST:PORT of gRPC; None if it is not served."""
         self.clustered_silo: ClusteredSilo | None = None
         """The silo's cluster; None without one."""
+        self.lag_history = LagHistory(self.providers)
         self.stopping = False
+        self._loop_delay = LoopDelay()
         self._guard: CallGuard | None = None
         self._methods: Sequence[ServiceMethod] = ()
         self._dashboard: Dashboard | None = None
@@ -87,6 +91,9 @@ class Silo:
                 silo.address = await stack.enter_async_context(silo._serving())
             stack.push_async_callback(silo._close)
             await silo._start(subscriptions)
+            background = await stack.enter_async_context(BackgroundTasks())
+            background.start(silo.lag_history.run(), "headrace lag history")
+            background.start(silo._loop_delay.run(), "headrace loop delay")
             if config.cluster is not None:
                 await silo._enter_cluster(stack)
             if config.grpc.port is not None or silo._dashboard is not None:
@@ -249,10 +256,29 @@ class Silo:
         return application(routes, self._dashboard.routes())
 
     async def metrics(self) -> HttpAnswer:
-        providers = [await observed(one) for one in self.providers.values()]
-        usage = None if self._guard is None else self._guard.usage()
-        text = await asyncio.to_thread(render, providers, usage)  # it reads files of /proc
+        text = await asyncio.to_thread(render, self._snapshot())  # it reads files of /proc
         return HttpAnswer(text, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _snapshot(self) -> Snapshot:
+        guard = self._guard
+        return Snapshot(
+            [provider_snapshot(one, self.lag_history) for one in self.providers.values()],
+            self._stores(),
+            Histogram.sum_of([self._loop_delay.delays]),
+            None if guard is None else guard.usage(),
+            {} if guard is None else dict(guard.failed_calls),
+            None if self.clustered_silo is None else self.clustered_silo.snapshot(),
+        )
+
+    def _stores(self) -> Sequence[StoreSnapshot]:
+        """The control store that all providers share, and the cluster's connection to it."""
+        progress = next((one.store for one in self.providers.values()), None)
+        stores = {"progress": progress, "leases": self.clustered_silo and self.clustered_silo.control}
+        return [
+            StoreSnapshot(use, Histogram.sum_of([store.durations]), dict(store.errors))
+            for use, store in stores.items()
+            if store is not None
+        ]
 
     async def health(self) -> HttpAnswer:
         """Return 200 while the silo serves and can read every queue, else 503. The body has the problems."""
@@ -266,27 +292,6 @@ class Silo:
         state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
         body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
         return HttpAnswer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-async def observed(provider: Provider) -> ObservedProvider:
-    """Return the values from which a provider's metrics are made."""
-    statistics = provider.statistics()
-    tails: list[Mapping[int, int]] = []
-    for queue in statistics.queues:
-        try:
-            tails.append(await provider.ends(queue.index, {cursor.watermark for cursor in queue.cursors}))
-        except HeadraceError:  # the queue cannot be read: its state reports that
-            tails.append({})
-    delayed = await _delayed(provider, [queue.index for queue in statistics.queues])
-    return ObservedProvider(provider.name, statistics, tails, delayed)
-
-
-async def _delayed(provider: Provider, queues: Sequence[int]) -> dict[int, int]:
-    """The number of delayed events by queue; empty if they cannot be counted now."""
-    with suppress(HeadraceError, TimeoutError):
-        async with asyncio.timeout(COUNT_S):
-            return {queue: (await lag_of(provider.adapter, queue, None)).later_events for queue in queues}
-    return {}
 
 
 def import_module(name: str) -> None:

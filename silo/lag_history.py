@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..streams.errors import HeadraceError
 from ..streams.subscriptions import CONSUMER_SEPARATOR
 from .provider_core import ProviderCore
-from .views import age_s
+from .views import age_s, lag_of
 
 SAMPLE_S = 2.0
 """Interval of samples, in seconds."""
@@ -45,6 +46,14 @@ class Lag(NamedTuple):
         )
 
 
+class QueueLag(NamedTuple):
+    """The lag of a subscription in one queue."""
+
+    subscription: str
+    queue: int
+    lag: Lag
+
+
 class LagHistory:
     """Takes samples in `run`, and keeps the last ones."""
 
@@ -52,6 +61,8 @@ class LagHistory:
         self._providers = providers
         self._sample_s = sample_s
         self._kept: dict[str, dict[str, deque[Lag]]] = {}
+        self._last: dict[str, Sequence[QueueLag]] = {}
+        self._delayed: dict[str, Mapping[int, int]] = {}
 
     async def run(self) -> None:
         """Take samples until the task is cancelled."""
@@ -65,13 +76,27 @@ class LagHistory:
     async def sample(self, provider: ProviderCore) -> None:
         """Take one sample of all subscriptions that are served."""
         found: dict[str, Lag] = {}
-        for name, lag in await _measured(provider):
+        by_queue: dict[tuple[str, int], Lag] = {}
+        for name, queue, lag in await _measured(provider):
             found[name] = found[name].plus(lag) if name in found else lag
+            key = name, queue
+            by_queue[key] = by_queue[key].plus(lag) if key in by_queue else lag
+        self._last[provider.name] = [QueueLag(name, queue, lag) for (name, queue), lag in by_queue.items()]
+        self._delayed[provider.name] = await _delayed(provider)
         before = self._kept.get(provider.name, {})
         kept = self._kept[provider.name] = {}
         for number, (name, lag) in enumerate(found.items()):
             length = KEPT_SAMPLES if number < MAX_SUBSCRIPTIONS else 1
             kept[name] = deque((*before.get(name, ()), lag), maxlen=length)
+
+    def last(self, provider: str) -> Sequence[QueueLag]:
+        """Return the lag of each subscription in each queue that this process serves, in the last sample."""
+        return self._last.get(provider, ())
+
+    def delayed(self, provider: str) -> Mapping[int, int]:
+        """Return the number of events by queue that were not due yet in the last sample. A queue whose adapter cannot
+        count them is missing."""
+        return self._delayed.get(provider, {})
 
     def lags(self, provider: str, subscription: str, since_us: int) -> Iterable[Lag]:
         """Return the samples since a time, the oldest first; the last sample in any case, if there is one."""
@@ -80,10 +105,18 @@ class LagHistory:
         return since or list(kept)[-1:]
 
 
-async def _measured(provider: ProviderCore) -> list[tuple[str, Lag]]:
+async def _delayed(provider: ProviderCore) -> dict[int, int]:
+    counted: dict[int, int] = {}
+    for queue in range(provider.queues):
+        with suppress(HeadraceError):
+            counted[queue] = (await lag_of(provider.adapter, queue, None)).later_events
+    return counted
+
+
+async def _measured(provider: ProviderCore) -> list[QueueLag]:
     """Return the lag of each subscription in each queue. The consumers of a broadcast count for its subscription."""
     now_us = time.time_ns() // 1000
-    found: list[tuple[str, Lag]] = []
+    found: list[QueueLag] = []
     ends: dict[int, int] = {}
     for name, one in list(provider.manager.served.items()):
         for queue, delivery in list(one.deliveries.items()):
@@ -92,7 +125,7 @@ async def _measured(provider: ProviderCore) -> list[tuple[str, Lag]]:
                 lag = await _with_backlog(provider, queue, delivery.progress.watermark, ends, lag)
             except HeadraceError:  # the queue cannot be read: its state reports that
                 lag = lag._replace(events=None, age_ms=None)
-            found.append((name.partition(CONSUMER_SEPARATOR)[0], lag))
+            found.append(QueueLag(name.partition(CONSUMER_SEPARATOR)[0], queue, lag))
     return found
 
 

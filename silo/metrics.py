@@ -1,186 +1,125 @@
-"""The metrics of a silo for Prometheus."""
+"""The metrics for Prometheus: the text of /metrics, registries of other programs, and the tables of docs/metrics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import asyncio
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from ..server.limits import TotalUsage
-from .views import OutboxView, ProviderStatistics, QueueView, SubscriptionView
+from .lag_history import LagHistory
+from .metric_definitions import SECTIONS, MetricSection
+from .metric_snapshots import ProviderSnapshot, Snapshot, provider_snapshot
+from .provider_core import ProviderCore
 
-_View = ProviderStatistics | OutboxView | QueueView | SubscriptionView
-
-
-class ObservedProvider(NamedTuple):
-    """A provider at one moment."""
-
-    provider: str
-    statistics: ProviderStatistics
-    tails: Sequence[Mapping[int, int]]
-    """The end of each queue, by the positions of its subscriptions. Empty if the adapter cannot read the queue."""
-    delayed: Mapping[int, int]
-    """By queue, the number of events that are not due yet. A queue whose adapter cannot count them is missing."""
+ANSWER_S = 5.0
+"""How long a reader of a registry in another thread waits for the loop of a provider, in seconds."""
 
 
-class FieldMetric(NamedTuple):
-    """A metric from a field of a view. If the field is a sequence, the metric is its length."""
-
-    name: str
-    help: str
-    field: str
-    total: bool = False
-    """The metric is a counter."""
-
-    def family(self, labels: Sequence[str]) -> CounterMetricFamily | GaugeMetricFamily:
-        kind = CounterMetricFamily if self.total else GaugeMetricFamily
-        return kind(f"headrace_{self.name}", self.help, labels=labels)
-
-    def read(self, view: _View) -> float:
-        value = getattr(view, self.field)
-        return len(value) if isinstance(value, Sequence) else value  # pyright: ignore[reportUnknownArgumentType]
-
-
-_PROVIDER: Sequence[FieldMetric] = (
-    FieldMetric("published_events", "Events published by this process.", "published_events", total=True),
-    FieldMetric("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
-    FieldMetric("delays_stored_events", "Delayed events that this process stored.", "delays_stored_events", total=True),
-    FieldMetric(
-        "delays_published_events", "Delayed events published when they were due.", "released_events", total=True
-    ),
-    FieldMetric("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
-)
-_OUTBOX: Sequence[FieldMetric] = (
-    FieldMetric("outbox_moved_events", "Events published from the outbox.", "moved_events", total=True),
-    FieldMetric("outbox_waiting_events", "Events in the outbox that are not published yet.", "waiting_events"),
-    FieldMetric("outbox_age_seconds", "Age of the oldest event in the outbox.", "age_s"),
-    FieldMetric("outbox_held_batches", "Batches in the outbox that the queue refused.", "held_batches"),
-    FieldMetric("outbox_failing", "1 while the outbox cannot be moved.", "is_failing"),
-)
-_QUEUE: Sequence[FieldMetric] = (
-    FieldMetric("queue_received_events", "Events read from the queue.", "received_events", total=True),
-    FieldMetric("queue_received_bytes", "Bytes read from the queue.", "received_bytes", total=True),
-    FieldMetric("queue_read_offset", "Read position of the queue, exclusive.", "next_offset"),
-    FieldMetric("cache_events", "Events in the queue's cache.", "cache_events"),
-    FieldMetric("cache_bytes", "Bytes in the queue's cache.", "cache_bytes"),
-    FieldMetric("cache_max_events", "Capacity of the queue's cache in events.", "max_events"),
-    FieldMetric("cache_max_bytes", "Capacity of the queue's cache in bytes.", "max_bytes"),
-    FieldMetric("cache_buckets", "Buckets in use, at most ten.", "buckets"),
-    FieldMetric("cache_pressure", "1 while the cache is full and reading waits.", "pressure"),
-)
-_SUBSCRIPTION: Sequence[FieldMetric] = (
-    FieldMetric("delivered_events", "Events delivered.", "delivered_events", total=True),
-    FieldMetric("delivered_batches", "Batches delivered.", "delivered_batches", total=True),
-    FieldMetric("filtered_events", "Events that the filter held back.", "filtered", total=True),
-    FieldMetric("retries", "Deliveries tried again.", "retries", total=True),
-    FieldMetric("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
-    FieldMetric("skipped_events", "Events given up on and skipped.", "skipped", total=True),
-    FieldMetric(
-        "effects_already_applied",
-        "Events whose effects had been committed before, so that their handler was not called.",
-        "already_applied",
-        total=True,
-    ),
-    FieldMetric("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
-    FieldMetric("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
-    FieldMetric("streams_ready", "Streams that are ready for a handler.", "ready"),
-    FieldMetric("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
-    FieldMetric("streams_parked", "Streams that left the cache.", "parked"),
-    FieldMetric("streams_paused", "Streams that wait to be resumed.", "paused"),
-    FieldMetric("subscription_held", "1 while the circuit breaker holds the subscription, or it resumes.", "held"),
-    FieldMetric("consumers", "Remote consumers that are attached.", "consumers"),
-)
-
-
-_USAGE: Sequence[tuple[str, str]] = (
-    ("clients", "Clients with counts, including idle ones."),
-    ("connections", "Connections of clients with calls on them."),
-    ("calls", "Calls that are open; a stream is one."),
-    ("publish_bytes", "Bytes that are being published: received, and not yet stored."),
-)
-
-
-def render(observed: Sequence[ObservedProvider], usage: TotalUsage | None = None) -> bytes:
-    """Return the text of /metrics. `usage` is that of gRPC, if it is served."""
+def render(snapshot: Snapshot) -> bytes:
+    """Return the text of /metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(observed, usage))
+    registry.register(SnapshotCollector(snapshot))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
-class MetricsCollector:
-    """Makes metric families of observed providers."""
+class SnapshotCollector:
+    """Makes the metrics of one snapshot."""
 
-    def __init__(self, observed: Sequence[ObservedProvider], usage: TotalUsage | None) -> None:
-        self._observed = observed
-        self._usage = usage
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics in the order of the tables above, then those of a subscription in a queue."""
-        yield from _families(_PROVIDER, ["provider"], [([one.provider], one.statistics) for one in self._observed])
-        outboxes = [(one.provider, one.statistics.outbox) for one in self._observed]
-        yield from _families(_OUTBOX, ["provider"], [([name], each) for name, each in outboxes if each is not None])
-        yield from _families(
-            _QUEUE,
-            ["provider", "queue"],
-            [([one.provider, str(queue.index)], queue) for one in self._observed for queue in one.statistics.queues],
-        )
-        yield from _families(
-            _SUBSCRIPTION,
-            ["provider", "subscription"],
-            [([one.provider, each.name], each) for one in self._observed for each in one.statistics.subscriptions],
-        )
-        yield self._states()
-        yield self._delayed()
-        yield self._lags()
-        if self._usage is not None:
-            yield from _used(self._usage)
-
-    def _states(self) -> Metric:
-        labels = ["provider", "queue", "state"]
-        family = GaugeMetricFamily("headrace_queue_state", "1 for the present state of the queue.", labels=labels)
-        for one in self._observed:
-            for queue in one.statistics.queues:
-                family.add_metric([one.provider, str(queue.index), queue.state], 1)
-        return family
-
-    def _delayed(self) -> Metric:
-        help_ = "Events that are not due yet, in the queue or stored for it."
-        family = GaugeMetricFamily("headrace_queue_delayed_events", help_, labels=["provider", "queue"])
-        for one in self._observed:
-            for queue, events in one.delayed.items():
-                family.add_metric([one.provider, str(queue)], events)
-        return family
-
-    def _lags(self) -> Metric:
-        labels = ["provider", "subscription", "queue"]
-        help_ = "Batches from the first that the subscription has not finished to the queue's end."
-        family = GaugeMetricFamily("headrace_lag_batches", help_, labels=labels)
-        for one in self._observed:
-            for queue, tail in zip(one.statistics.queues, one.tails, strict=True):
-                for cursor in queue.cursors:
-                    if cursor.watermark in tail:
-                        labelled = [one.provider, cursor.subscription, str(queue.index)]
-                        family.add_metric(labelled, max(tail[cursor.watermark] - cursor.watermark, 0))
-        return family
+        """Yield the metrics in the order of `SECTIONS`. A metric without values is left out."""
+        return families(self._snapshot)
 
 
-def _used(usage: TotalUsage) -> Iterable[Metric]:
-    for field, help_ in _USAGE:
-        yield GaugeMetricFamily(f"headrace_grpc_{field}", help_, value=getattr(usage, field))
-    refused = CounterMetricFamily("headrace_grpc_refused", "Refusals because of a limit.", labels=["limit"])
-    for limit, count in usage.refused.items():
-        refused.add_metric([limit], count)
-    yield refused
+def families(snapshot: Snapshot) -> list[Metric]:
+    """Return all metrics of a snapshot that have values."""
+    made = (definition.family(snapshot) for section in SECTIONS for definition in section.definitions)
+    return [family for family in made if family.samples]
 
 
-def _families(
-    measures: Sequence[FieldMetric], labels: Sequence[str], views: Sequence[tuple[Sequence[str], _View]]
-) -> Iterable[Metric]:
-    for measure in measures:
-        family = measure.family(labels)
-        for values, view in views:
-            family.add_metric(values, measure.read(view))
-        yield family
+def tables() -> str:
+    """Return the tables of docs/metrics.md."""
+    return "\n".join(_table(section) for section in SECTIONS)
+
+
+def _table(section: MetricSection) -> str:
+    rows = [
+        f"| `{one.shown_name}` | {one.kind} | {', '.join(one.labels) or '–'} | {one.help} |"
+        for one in section.definitions
+    ]
+    return "\n".join([f"### {section.title}\n", "| name | type | labels | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+# ---- in another program --------------------------------------------------------------------------------------------
+
+
+class ProvidersCollector:
+    """Shows the metrics of providers of this process in one registry. A registry may be read in any thread."""
+
+    def __init__(self) -> None:
+        self._shown: dict[ProviderCore, tuple[LagHistory, asyncio.AbstractEventLoop]] = {}
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def add(self, provider: ProviderCore, history: LagHistory) -> None:
+        """Show a provider of the running loop."""
+        self._shown[provider] = history, asyncio.get_running_loop()
+
+    def remove(self, provider: ProviderCore) -> None:
+        self._shown.pop(provider, None)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: then the registry does not collect the metrics to learn their names."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of all providers. One whose loop does not answer is left out."""
+        taken = [self._taken(provider, history, loop) for provider, (history, loop) in [*self._shown.items()]]
+        return families(Snapshot([one for one in taken if one is not None]))
+
+    def _taken(
+        self, provider: ProviderCore, history: LagHistory, loop: asyncio.AbstractEventLoop
+    ) -> ProviderSnapshot | None:
+        """Take the snapshot on the loop of the provider: nothing changes meanwhile."""
+        try:
+            if asyncio.get_running_loop() is loop:
+                return provider_snapshot(provider, history)
+        except RuntimeError:
+            pass
+
+        async def take() -> ProviderSnapshot:
+            return provider_snapshot(provider, history)
+
+        if not loop.is_running():
+            return None
+        taking = asyncio.run_coroutine_threadsafe(take(), loop)
+        try:
+            return taking.result(ANSWER_S)
+        except TimeoutError:
+            taking.cancel()
+            return None
+
+
+_collectors = WeakKeyDictionary[CollectorRegistry, ProvidersCollector]()
+
+
+def show(provider: ProviderCore, history: LagHistory, registry: CollectorRegistry) -> Callable[[], None]:
+    """Show a provider's metrics in a registry. Return the function that ends it."""
+    collector = _collectors.setdefault(registry, ProvidersCollector())
+    if not len(collector):
+        registry.register(collector)
+    collector.add(provider, history)
+
+    def end() -> None:
+        collector.remove(provider)
+        if not len(collector):
+            registry.unregister(collector)
+
+    return end

@@ -42,9 +42,9 @@ from ..streams.states import SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Mode, Selector, Start, SubscriptionDefinition
 from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects, PayloadEffectHandler
 from .lost_positions import forget_lost_positions
+from .measured_provider import MeasuredProvider
 from .opening import ProviderParts, open_parts
 from .options import ProviderKeywords, ProviderOptions
-from .provider_core import ProviderCore
 
 if TYPE_CHECKING:
     from ..client.consumer import Consumer
@@ -63,7 +63,7 @@ _CONSUMER_ONLY = ConsumerOptions.__annotations__.keys() - set(LOCAL_HANDLER_OPTI
 
 
 @check_methods(StreamProvider)
-class Provider(ProviderCore):
+class Provider(MeasuredProvider):
     """One named configuration, opened in this process. Not for sharing between event loops."""
 
     def __init__(self, parts: ProviderParts) -> None:

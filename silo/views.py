@@ -20,6 +20,7 @@ from ..agents import (
     ServedSubscription,
 )
 from ..streams.errors import CorruptRecord
+from ..streams.histograms import Histogram
 from ..streams.states import SubscriptionHold
 from ..streams.subscriptions import Checkpoint
 from ..streams.wording import counted
@@ -55,6 +56,12 @@ class QueueView(NamedTuple):
     received_events: int
     received_bytes: int
     cursors: Sequence[CursorView]
+    pressure_s: float
+    """Time in which reading waited because a cache was full, in seconds."""
+    read_errors: int
+    """Failed attempts to read."""
+    epoch: int | None
+    """The epoch of the lease; None if the queue is not read here."""
 
 
 class SubscriptionView(NamedTuple):
@@ -75,8 +82,24 @@ class SubscriptionView(NamedTuple):
     paused: int
     already_applied: int
     """Events whose effects had been committed before, so that their handler was not called."""
+    returned: int
+    """Events taken back from a consumer that was gone or silent, or lost the queue."""
+    detached: int
+    """Streams taken out of the cache because their consumer was slow."""
+    retries_unavailable: int
+    """Retries after failures of a dependency."""
+    retries_held: int
+    """Retries after failures that did not count because the circuit breaker held the subscription."""
+    catch_ups: int
+    """Queues in which it catches up outside of the main cache."""
+    delivery_delay: Histogram
+    handling: Histogram
     consumers: int
     """Remote consumers that are attached; 0 if a handler in the silo consumes."""
+    credit_events: int
+    """Events that remote consumers may still be sent."""
+    held_events: int
+    """Events that remote consumers hold."""
     held: bool
     """Whether its circuit breaker holds the subscription, or the subscription resumes after that."""
     state: str
@@ -166,7 +189,7 @@ async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkp
 
 def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:
     agents = manager.statistics()
-    queues = [_queue(agent) for agent in agents]
+    queues = [_queue(agent, _epoch(manager, agent.queue)) for agent in agents]
     by_name: dict[str, list[tuple[DeliveryStatistics, AgentStatistics, bool]]] = {name: [] for name in manager.served}
     for agent in agents:
         for delivery, catching_up in agent.deliveries:
@@ -178,12 +201,20 @@ def provider_statistics(manager: PullingManager, published_events: int, publishe
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
 
 
-def _queue(agent: AgentStatistics) -> QueueView:
+def _epoch(manager: PullingManager, queue: int) -> int | None:
+    """The epoch under which this process reads a queue: 0 without leases, None if it does not read the queue."""
+    if not manager.state.reads(queue):
+        return None
+    return 0 if manager.leases is None else manager.leases[queue]
+
+
+def _queue(agent: AgentStatistics, epoch: int | None) -> QueueView:
     cache = agent.cache
     cursors = [_cursor(delivery, cache.buckets, catching_up) for delivery, catching_up in agent.deliveries]
     return QueueView(
         agent.queue, agent.next_offset, cache.buckets, cache.events, cache.bytes, cache.max_events, cache.max_bytes,
-        cache.pressure, agent.state, agent.reason, agent.received_events, agent.received_bytes, cursors,
+        cache.pressure, agent.state, agent.reason, agent.received.events, agent.received.bytes, cursors,
+        agent.received.pressure_s, agent.received.errors, epoch,
     )  # fmt: skip
 
 
@@ -211,7 +242,17 @@ def _subscription(
     held = served.gate.held if served is not None else None
     state, reason = _state(total, parts, members) if held is None else _held(held)
     return SubscriptionView(
-        name=name, consumers=len(members or ()), held=held is not None, state=state, reason=reason, **total,
+        name=name,
+        catch_ups=sum(catching_up for _, _, catching_up in parts),
+        delivery_delay=Histogram.sum_of(one.delivery_delay for one in counts),
+        handling=Histogram.sum_of(one.handling for one in counts),
+        consumers=len(members or ()),
+        credit_events=sum(member.credit_events for member in members or () if member.connected),
+        held_events=sum(member.in_flight_events for member in members or ()),
+        held=held is not None,
+        state=state,
+        reason=reason,
+        **total,
     )  # fmt: skip
 
 
@@ -220,7 +261,7 @@ def _held(held: SubscriptionHold) -> tuple[str, str]:
     return "resuming" if held.resuming else "held", f"since {since}: {held.reason}"
 
 
-_COUNTED = tuple(field.name for field in fields(DeliveryCounts))
+_COUNTED = tuple(field.name for field in fields(DeliveryCounts) if field.type == "int")
 _SUMMED = ("in_flight", "ready", "waiting", "parked", "paused")
 
 

@@ -17,6 +17,7 @@ import msgspec
 from sqlalchemy import Connection, Row, Table, delete, select, update
 
 from ..streams.errors import DataDirectoryError, DefinitionConflict, InvalidArgument, NotFound
+from ..streams.histograms import Histogram
 from . import schema, store_clock
 from .checksums import CHECKED_TABLES, check_row
 from .cluster_store import ClusterStore
@@ -89,6 +90,16 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
     def private(self) -> bool:
         """Whether the store is in memory: no other process has it, and it ends on `aclose`."""
         return self._database.private
+
+    @property
+    def durations(self) -> Histogram:
+        """How long transactions took, with the wait for earlier ones."""
+        return self._database.durations
+
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """Transactions that failed because of the database, by the code of the error."""
+        return self._database.errors
 
     async def aclose(self) -> None:
         """Finish the pending calls, then close. Idempotent."""

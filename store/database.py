@@ -9,6 +9,7 @@ import asyncio
 import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from ..streams.errors import Closed, DataDirectoryError, InvalidArgument, StorageError, StorageFull
+from ..streams.histograms import Histogram
 from ..streams.private_files import make_file
 
 if TYPE_CHECKING:
@@ -60,6 +62,10 @@ class Database:
         self._reading = _SQLITE_READS if _is_sqlite(url) else _SERVER_READS
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-store")
         self._closed = False
+        self.durations = Histogram()
+        """How long transactions took, with the wait for earlier ones."""
+        self.errors = Counter[str]()
+        """Transactions that failed because of the database, by the code of the error."""
 
     @classmethod
     async def open(
@@ -89,11 +95,21 @@ class Database:
         run at the same time, so `work` must lock the rows on which its decisions depend. After a conflict the
         transaction is rolled back and `work` runs again.
         """
-        return await self._in_thread(self._transact, False, work, *args, **kwargs)
+        return await self._measured(False, work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `work`, which only reads. It sees one state of the database, and does not wait for writers."""
-        return await self._in_thread(self._transact, True, work, *args, **kwargs)
+        return await self._measured(True, work, *args, **kwargs)
+
+    async def _measured(self, reads: bool, work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        began = time.monotonic()
+        try:
+            return await self._in_thread(self._transact, reads, work, *args, **kwargs)
+        except StorageError as error:
+            self.errors[error.code] += 1
+            raise
+        finally:
+            self.durations.observe(time.monotonic() - began)
 
     @property
     def private(self) -> bool:

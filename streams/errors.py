@@ -240,3 +240,8 @@ def _tree(kind: type[HeadraceError]) -> list[type[HeadraceError]]:
 
 
 _BY_CODE = {kind.code: kind for kind in _tree(HeadraceError)}
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code under which an error is counted: `internal` if it is no HeadraceError."""
+    return error.code if isinstance(error, HeadraceError) else HeadraceError.code

@@ -161,6 +161,11 @@ class EventBatch:
         timestamps = self._read().timestamps
         return timestamps if len(timestamps) == self.count else [timestamps[0] if timestamps else 0] * self.count
 
+    def first_timestamp_us(self) -> int:
+        """Return the time of the first event, in microseconds since 1970 UTC; 0 if it has none. Keeps no columns."""
+        timestamps = layout.read(self.encoded)[2].timestamps
+        return timestamps[0] if timestamps else 0
+
     def events(self, start: int = 0) -> list[Event]:
         """Return the events from index `start` on, with `stream` and `token` set."""
         return list(self.iter_events(start))

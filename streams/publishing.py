@@ -4,17 +4,20 @@ this module, so that they accept and refuse the same events."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from itertools import groupby
+from time import monotonic
 from typing import NamedTuple, Self, cast
 
 from msgspec.structs import replace
 
 from .arguments import check_call, check_instance, check_text
 from .codecs import Codecs, Publishable, is_value, not_publishable
-from .errors import InvalidArgument, NotSupported
+from .errors import InvalidArgument, NotSupported, code_of
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch, check_payload
+from .histograms import Histogram
 from .identity import SequenceToken, StreamId
 
 MAX_BATCH_BYTES = 3 << 20
@@ -88,25 +91,37 @@ class PendingPublishes:
     """Publishes that have begun and not ended. A flush waits for those that began before it."""
 
     def __init__(self) -> None:
-        self._numbers: set[int] = set()
+        self._began: dict[int, float] = {}
+        """When each publish began (`monotonic`), by its number."""
         self._last = 0
         self._one_ended = asyncio.Event()
+        self.durations = Histogram()
+        """How long publishes took until they were stored, or failed."""
+        self.errors = Counter[str]()
+        """Failed publishes, by the code of the error."""
+
+    def __len__(self) -> int:
+        return len(self._began)
 
     def begin(self) -> int:
         """Count a publish that begins. Returns the number to pass to `end`."""
         self._last += 1
-        self._numbers.add(self._last)
+        self._began[self._last] = monotonic()
         return self._last
 
     def end(self, number: int) -> None:
         """Note that a publish is stored, or has failed."""
-        self._numbers.discard(number)
+        self.durations.observe(monotonic() - self._began.pop(number))
         self._one_ended.set()
+
+    def note_error(self, error: BaseException) -> None:
+        """Count a publish that failed."""
+        self.errors[code_of(error)] += 1
 
     async def flush(self) -> None:
         """Return when all publishes that began before the call have ended."""
-        before = set(self._numbers)
-        while before & self._numbers:
+        before = set(self._began)
+        while before & self._began.keys():
             self._one_ended.clear()
             await self._one_ended.wait()
 

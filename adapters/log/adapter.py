@@ -85,6 +85,7 @@ class LogAdapter(QueueAdapter):
         self._doorbell = Doorbell(wake, limits)
         self._ringer = DoorbellRinger(wake, self._doorbell.name)
         self._committer = LogCommitter(environment, self._ringer.ring, self._offer, limits)
+        self.durations = {"commit": self._committer.commits, "sync": self._committer.syncs}
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
         self._streams = StreamTable()
         self._receivers: dict[int, set[LogReceiver]] = {}

@@ -12,6 +12,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from ...streams.errors import HeadraceError, StorageError, StorageFull
+from ...streams.histograms import Histogram
 from ..group_commit import Growth, Outcome, groups
 from .acknowledgements import store
 from .blocks import BlockEncoder
@@ -46,6 +47,10 @@ class LogCommitter:
         self._kick: SimpleQueue[bool] = SimpleQueue()
         self._unsynced = False
         self._encoder = BlockEncoder()
+        self.commits = Histogram()
+        """How long commits took, with fsync."""
+        self.syncs = Histogram()
+        """How long fsync took with durability `relaxed`, where commits do without."""
         self._stopped = asyncio.Event()
         threading.Thread(target=self._run, name="headrace-log-commit", daemon=True).start()
 
@@ -123,13 +128,18 @@ class LogCommitter:
         with self._environment.writing() as changes:
             group = CommitGroup(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]
-            return outcomes, group.write()
+            grown = group.write()
+            written = time.monotonic()
+        self.commits.observe(time.monotonic() - written)
+        return outcomes, grown
 
     def _do_chores(self) -> None:
         try:
             self._store_acknowledgements()
             if self._unsynced and self._environment.options.durability == "relaxed":
+                began = time.monotonic()
                 self._environment.sync()
+                self.syncs.observe(time.monotonic() - began)
             self._unsynced = False
         except StorageError as error:
             _log.warning("%s: acknowledgements or fsync failed, trying again: %s", self._environment.path, error)

@@ -138,7 +138,11 @@ class GroupDelivery(Delivery):
         member = parcel.member
         self.parcels.add(parcel)
         member.charge(parcel.events, parcel.size)
-        parcel.handed_at, parcel.count = self._loop.time(), parcel.events
+        now = parcel.handed_at = self._loop.time()
+        parcel.count = parcel.events
+        parcel.measured = now >= self.counts.measure_at
+        if parcel.measured:
+            self.counts.measure_delay(parcel.pieces[0].batch, now)
         # The parcel is sent in one response: otherwise its beginning could be rejected while the rest is still on its
         # way.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
@@ -181,7 +185,10 @@ class GroupDelivery(Delivery):
 
     def parcel_done(self, parcel: Parcel) -> None:
         """A member has finished a parcel, or the part of it before a failure."""
-        self.group.sizes.note_duration(self._loop.time() - parcel.handed_at, parcel.count)
+        now = self._loop.time()
+        self.group.sizes.note_duration(now - parcel.handed_at, parcel.count)
+        if parcel.measured:
+            self.counts.handling.observe(now - parcel.handed_at)
 
     def failed(self, parcel: Parcel, failure: Failure) -> None:
         """The event at the parcel's cursor failed: retry, or give up."""

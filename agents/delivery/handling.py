@@ -62,11 +62,12 @@ class HandlerDelivery(Delivery):
 
     # ---- handlers run ----------------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:  # noqa: C901 (see its docstring)
+    async def _work(self) -> None:  # noqa: C901, PLR0912 (see its docstring)
         """Call handlers until no cursor is ready. The body is not divided into functions: each costs a call per
         batch."""
         progress, handle, gate, breaker = self.progress, self._handle, self.gate, self.gate.breaker
-        ready, workers = progress.ready, self._workers
+        ready, workers, counts = progress.ready, self._workers, self.counts
+        now = monotonic()
         if len(ready) > 1 or progress.unseen is not None:
             self.wake()
         while ready and not self.over:
@@ -83,7 +84,9 @@ class HandlerDelivery(Delivery):
             assert batch is not None
             if breaker.limiting:
                 gate.begin()
-            start = cursor.index
+            start, measured = cursor.index, now >= counts.measure_at
+            if measured:
+                counts.measure_delay(batch, now)
             try:
                 handled = await (self._handle_one if probe else handle)(cursor, batch)
             except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
@@ -91,14 +94,18 @@ class HandlerDelivery(Delivery):
             else:
                 if breaker.watching and handled:
                     gate.succeeded(cursor.stream)
+                if measured:
+                    counts.handling.observe(monotonic() - now)
                 if not probe or cursor.index >= batch.count:
-                    self.counts.delivered_batches += 1
+                    counts.delivered_batches += 1
                     progress.finish(cursor)
                 else:
                     progress.resume(cursor)
-            if monotonic() > workers.turn_ends:
+            now = monotonic()
+            if now > workers.turn_ends:
                 self.waiters.notify()
                 await workers.yield_turn()
+                now = monotonic()
         self.waiters.notify()
 
     async def _raised(

@@ -169,6 +169,7 @@ class HeldParcels:
 
     def take_back(self, parcel: Parcel) -> None:
         """The member is gone, or the queue moves: events that are not done are delivered again."""
+        self._counts.returned += parcel.events
         self._progress.note_return(parcel.cursor, parcel.end)
         self._give_back(parcel)
 

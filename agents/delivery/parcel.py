@@ -46,6 +46,7 @@ class Parcel:
         "failure",
         "handed_at",
         "head",
+        "measured",
         "member",
         "payload_dropped",
         "pieces",
@@ -70,6 +71,8 @@ class Parcel:
         """The batch of the event that failed."""
         self.handed_at = 0.0
         """Loop time."""
+        self.measured = False
+        """Whether its duration is measured."""
         self.batches = 0
         """Number of batches that were handed out."""
         self.count = 0

@@ -107,6 +107,8 @@ class Retries:
         ready ones, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
         failures = self._progress.excuse_failure(cursor)
         self._counts.retries += 1
+        self._counts.retries_unavailable += failure.unavailable
+        self._counts.retries_held += not failure.unavailable
         self._delivery.log_failure(cursor, failure, "not counted")
         if self._gate.breaker.state is not HELD or self._stopped:
             delay_s = failure.delay_s

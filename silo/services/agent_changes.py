@@ -14,6 +14,7 @@ from ...server.guard import CallGuard
 from ...streams.background import BackgroundTasks
 from ...streams.errors import HeadraceError, Unavailable
 from ..config import SiloConfig
+from ..lag_history import LagHistory
 from ..provider import Provider
 from ..provider_core import ProviderCore
 from ..service_limits import ServiceLimits
@@ -43,6 +44,9 @@ class RunningSilo(Protocol):
 
     @property
     def limits(self) -> ServiceLimits: ...
+
+    @property
+    def lag_history(self) -> LagHistory: ...
 
     @property
     def read_budget(self) -> SendBudget: ...

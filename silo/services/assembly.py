@@ -7,10 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
 from ...server.guard import CallGuard, ServiceMethod
-from ...streams.background import BackgroundTasks
 from ..consumer_groups import ConsumerGroups
 from ..gateway import ClusterGateways
-from ..lag_history import LagHistory
 from ..provider import Provider
 from . import publisher
 from .agent_changes import RunningSilo
@@ -38,9 +36,6 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[CallGuard], Sequ
         visible = VisibleBounds()
         consuming = ConsumerService(silo.providers, consumers, visible, gateways)
         stack.push_async_callback(consuming.aclose)
-        history = LagHistory(silo.providers)
-        background = await stack.enter_async_context(BackgroundTasks())
-        background.start(history.run(), "headrace lag history")
 
         def methods(guard: CallGuard) -> Sequence[ServiceMethod]:
             every = [
@@ -49,7 +44,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[CallGuard], Sequ
                 *SubscriptionService(silo.providers, consumers, visible, clustered_silo, silo.limits).methods(),
                 *ReaderService(silo.providers, visible, silo.read_budget, silo.limits).methods(),
                 *cluster.methods(guard),
-                *ObservationService(silo, consumers, history).methods(),
+                *ObservationService(silo, consumers, silo.lag_history).methods(),
             ]
             if clustered_silo is not None:
                 clustered_silo.serve(every)

@@ -49,7 +49,7 @@ async def test_subscriptions_at_one_place_share_what_is_read() -> None:
         await bench.publish_numbers(30, start=30)
         await bench.caught_up()
         assert bench.shelf.opened == 1
-        assert bench.agent.statistics().received_events == 60
+        assert bench.agent.statistics().received.events == 60
     assert one.seen == two.seen == numbers(60)
 
 
@@ -462,7 +462,7 @@ async def test_reading_goes_on_after_errors_with_growing_pauses(error: type[Exce
         await bench.caught_up()
         assert bench.agent.statistics().state == "running"
         assert bench.agent.statistics().reason == ""
-        assert bench.agent.statistics().received_events == 20
+        assert bench.agent.statistics().received.events == 20
         assert delivery.counts.delivered_events == 20
         gaps = [later - earlier for earlier, later in zip(faulty.calls, faulty.calls[1:], strict=False)]
         assert gaps[0] < max(gaps) <= 5.0

@@ -47,7 +47,7 @@ async def test_batches_stored_in_this_process_are_delivered_without_a_read() -> 
         await bench.caught_up()
         assert receiver.reads == 1
         assert receiver.offered == [3, 500]
-        assert bench.agent.statistics().received_events == 503
+        assert bench.agent.statistics().received.events == 503
         assert bench.agent.statistics().next_offset == 503
     assert seen.seen == numbers(503)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from headrace import Client, Event, Provider, RetryPolicy, Unavailable
-from headrace.silo.host import observed
+from headrace.silo.lag_history import LagHistory
+from headrace.silo.metric_snapshots import Snapshot, provider_snapshot
 from headrace.silo.metrics import render
 from headrace.streams.states import SubscriptionHold
 from tests.client.consumers import PATIENCE_S, publish, until
@@ -84,7 +85,8 @@ async def test_a_subscription_that_is_held_says_so(tmp_path: Path):
         assert view.state == "held"
         assert view.reason.endswith(": ConnectionError: the bank is closed")
         sample = 'headrace_subscription_held{provider="default",subscription="s"} 1.0'
-        metrics = await asyncio.to_thread(render, [await observed(provider)])
+        snapshot = Snapshot([provider_snapshot(provider, LagHistory({}))])
+        metrics = await asyncio.to_thread(render, snapshot)  # it reads files of /proc
         assert sample in metrics.decode()
         bank.error = None
         await subscription.caught_up()

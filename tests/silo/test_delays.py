@@ -16,7 +16,8 @@ import pytest_asyncio
 from headrace import Event, Provider, StreamId
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from headrace.silo.delays import HOLD_S, DelayingAdapter
-from headrace.silo.host import observed
+from headrace.silo.lag_history import LagHistory
+from headrace.silo.metric_snapshots import Snapshot, provider_snapshot
 from headrace.silo.metrics import render
 from headrace.store.control_store import ControlStore
 from headrace.store.delays import DelayStore
@@ -178,7 +179,9 @@ def test_delayed_events_are_in_the_list_of_queues(tmp_path: Path, headrace: Head
 async def test_stored_delayed_events_are_in_the_metrics(tmp_path: Path):
     async with Provider.open(tmp_path, delays="store") as provider:
         await provider.stream(STREAM).publish(b"y", delay=timedelta(hours=1))
-        text = await asyncio.to_thread(render, [await observed(provider)])
+        history = LagHistory({"default": provider})
+        await history.sample(provider)
+        text = await asyncio.to_thread(render, Snapshot([provider_snapshot(provider, history)]))
         assert b'headrace_delays_stored_events_total{provider="default"} 1.0' in text
         queue = provider.queue_of(STREAM)
         assert b'headrace_queue_delayed_events{provider="default",queue="%d"} 1.0' % queue in text

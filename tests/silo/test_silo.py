@@ -164,14 +164,14 @@ def test_metrics_and_health_are_served(tmp_path: Path, headrace: Headrace, start
     until_printed(tmp_path, process, 2)
 
     assert get(f"{address}/healthz") == (200, '{"state":"ok","problems":{}}\n')
-    status, text = get(f"{address}/metrics?x=1")
-    assert status == 200
+    caught_up = 'headrace_lag_batches{provider="default",queue="0",subscription="printer"} 0.0'
+    while caught_up not in (text := get(f"{address}/metrics?x=1")[1]):
+        assert process.poll() is None, ended(process)
     for line in (
         'headrace_delivered_events_total{provider="default",subscription="printer"} 2.0',
         'headrace_queue_state{provider="default",queue="1",state="',
         'headrace_cache_pressure{provider="default",queue="0"} 0.0',
         'headrace_dead_letters_total{provider="default",subscription="printer"} 0.0',
-        'headrace_lag_batches{provider="default",queue="0",subscription="printer"} 0.0',
         "process_resident_memory_bytes",
     ):
         assert f"\n{line}" in text

@@ -1,0 +1,51 @@
+"""Histograms of durations that cost little: plain counts in buckets whose bounds are powers of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+FINEST = 11
+"""The first bucket ends at 2^-11 seconds, about half a millisecond."""
+COARSEST = 6
+"""The last bucket with an end ends at 2^6 seconds."""
+BOUNDS: Sequence[float] = [2.0**power for power in range(-FINEST, COARSEST + 1)]
+"""The end of each bucket but the last in seconds, inclusive. The last bucket has no end."""
+_LAST = len(BOUNDS)
+_UNITS = 1 << FINEST
+
+
+class Histogram:
+    """Counts durations. They only grow, so a monitoring server can compute rates. One thread at a time may observe."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (_LAST + 1)
+        """The number of durations in each bucket."""
+        self.sum_s = 0.0
+        """The sum of all durations, in seconds."""
+
+    def observe(self, seconds: float) -> None:
+        """Count a duration. A negative one counts as 0: a clock may have been set back."""
+        units = ceil(seconds * _UNITS) - 1
+        if units <= 0:
+            self.counts[0] += 1
+            self.sum_s += max(seconds, 0.0)
+        else:
+            self.counts[min(units.bit_length(), _LAST)] += 1
+            self.sum_s += seconds
+
+    @property
+    def count(self) -> int:
+        """The number of durations."""
+        return sum(self.counts)
+
+    @classmethod
+    def sum_of(cls, histograms: Iterable[Histogram]) -> Histogram:
+        """Return a histogram with the counts of all of them."""
+        total = cls()
+        for one in histograms:
+            total.counts = [mine + its for mine, its in zip(total.counts, one.counts, strict=True)]
+            total.sum_s += one.sum_s
+        return total

@@ -1,0 +1,230 @@
+"""The metrics: their values after known events, the table in the docs, and registries of other programs."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace import Client, Event, InvalidArgument, Provider, RetryPolicy, StreamId, Unavailable
+from headrace.server.config import GrpcConfig
+from headrace.silo.config import ProviderConfig, SiloConfig
+from headrace.silo.host import Silo
+from headrace.silo.metric_definitions import SECTIONS
+from headrace.silo.metrics import tables
+from headrace.silo.unserved_queues import UnservedQueues
+from headrace.streams.cluster import ClusterView, Lease
+
+from ..client.consumers import until
+from .clusters import clustered
+from .services.calling import opened
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+Samples = dict[tuple[str, ...], float]
+
+
+def parsed(text: bytes) -> Samples:
+    """The samples by name and labels, as in ("headrace_gaps_total", "provider=default", "subscription=s")."""
+    return {
+        (sample.name, *(f"{label}={value}" for label, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+async def samples_of(silo: Silo) -> Samples:
+    return parsed((await silo.metrics()).body)
+
+
+async def metrics_until(silo: Silo, condition: Callable[[Samples], bool]) -> Samples:
+    """Return the samples once they fulfil the condition. The lag is measured in the background."""
+    async with asyncio.timeout(30):
+        while not condition(samples := await samples_of(silo)):  # noqa: ASYNC110 (the silo tells nobody)
+            await asyncio.sleep(0.05)
+    return samples
+
+
+S = ("provider=default", "subscription=s")
+
+
+def test_the_tables_of_the_docs_have_all_metrics():
+    text = (DOCS / "metrics.md").read_text()
+    made = tables().rstrip()
+    assert made in text, 'put this into docs/metrics.md, after "## All metrics":\n' + made
+
+
+def test_every_metric_has_one_name_and_a_help_that_is_a_sentence():
+    definitions = [one for section in SECTIONS for one in section.definitions]
+    names = [one.name for one in definitions]
+    assert len(names) == len(set(names))
+    for one in definitions:
+        assert not one.name.endswith("_total")
+        assert one.help[0].isupper() or one.help[0] == "1"
+        assert one.help.endswith(".")
+        assert not {"stream", "key", "consumer", "error", "token"} & set(one.labels)
+
+
+async def test_failures_are_counted_by_cause(tmp_path: Path) -> None:
+    errors: list[Exception] = [Unavailable("the bank is closed"), ValueError("no"), ValueError("no")]
+
+    async def pay(event: Event) -> None:
+        if errors:
+            raise errors.pop(0)
+
+    async with opened(tmp_path) as silo:
+        provider = silo.providers["default"]
+        retry = RetryPolicy(max_attempts=5, initial_delay_s=0.01)
+        subscription = await provider.subscribe("s", "n/*", pay, retry=retry, circuit_breaker=False)
+        await provider.publish(StreamId("n", "k"), b"x")
+        await subscription.caught_up()
+        found = await samples_of(silo)
+        causes = {cause: found["headrace_retries_total", f"cause={cause}", *S] for cause in ("failure", "unavailable")}
+        assert causes == {"failure": 2, "unavailable": 1}
+        assert found["headrace_retries_total", "cause=held", *S] == 0
+        assert found["headrace_handling_seconds_count", *S] >= 1
+        assert found["headrace_delivery_delay_seconds_count", *S] >= 1
+
+
+async def test_lag_is_in_events_bytes_batches_and_seconds(tmp_path: Path) -> None:
+    blocked = asyncio.Event()
+
+    async def wait(event: Event) -> None:
+        await blocked.wait()
+
+    async with opened(tmp_path) as silo:
+        provider = silo.providers["default"]
+        subscription = await provider.subscribe("s", "n/*", wait)
+        stream = StreamId("n", "k")
+        for _ in range(3):
+            await provider.publish(stream, [b"x" * 100, b"y" * 100])
+        at = ("provider=default", f"queue={provider.queue_of(stream)}", "subscription=s")
+        late = await metrics_until(silo, lambda found: found.get(("headrace_lag_seconds", *at), 0) > 2)
+        assert (late["headrace_lag_events", *at], late["headrace_lag_batches", *at]) == (6, 3)
+        assert 600 < late["headrace_lag_bytes", *at] < 1200
+        blocked.set()
+        await subscription.caught_up()
+        done = await metrics_until(silo, lambda found: found["headrace_lag_events", *at] == 0)
+        assert (done["headrace_lag_seconds", *at], done["headrace_lag_bytes", *at]) == (0, 0)
+
+
+async def test_events_of_a_consumer_that_is_gone_are_returned(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        await client.publish(StreamId("n", "k"), [b"1", b"2", b"3"])
+        async with client.subscribe("s", "n/*", start="earliest") as consumer:
+            await anext(aiter(consumer))
+            held = await samples_of(silo)
+            assert held["headrace_consumers", *S] == 1
+            assert held["headrace_held_events", *S] == 3
+            assert held["headrace_credit_events", *S] > 0
+        gone = await metrics_until(silo, lambda found: found["headrace_consumers", *S] == 0)
+        assert gone["headrace_returned_events_total", *S] == 3
+        assert gone["headrace_held_events", *S] == 0
+
+
+async def test_the_log_and_the_store_are_measured(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo:
+        provider = silo.providers["default"]
+        await provider.publish(StreamId("n", "k"), b"x")
+        found = await samples_of(silo)
+        assert found["headrace_publish_seconds_count", "provider=default"] == 1
+        assert found["headrace_adapter_seconds_count", "operation=commit", "provider=default"] >= 1
+        assert found["headrace_store_seconds_count", "use=progress"] >= 1
+        assert found["headrace_checkpoint_age_seconds", "provider=default"] < 30
+        await metrics_until(silo, lambda found: found["headrace_loop_delay_seconds_count",] > 0)
+
+
+async def test_a_call_that_fails_counts_with_its_code(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        with pytest.raises(Exception, match="nowhere"):
+            await client.dead_letters("nowhere")
+        found = await samples_of(silo)
+        assert found["headrace_grpc_failed_calls_total", "code=not_found"] == 1
+
+
+async def _ignore(event: Event) -> None: ...
+
+
+async def test_moves_of_queues_and_silos_are_measured(tmp_path: Path) -> None:
+    config = SiloConfig(data=str(tmp_path), grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=4)})
+    async with clustered(config, 2) as silos:
+        found = await metrics_until(silos[0], lambda found: found["headrace_silos", "state=active"] == 2)
+        changes = {
+            change: found["headrace_queue_moves_total", f"change={change}", "provider=default"]
+            for change in ("gained", "given_back", "cut")
+        }
+        queues = silos[0].providers["default"].queues
+        owned = [found["headrace_queue_owned", "provider=default", f"queue={queue}"] for queue in range(queues)]
+        assert changes["gained"] - changes["given_back"] - changes["cut"] == sum(owned) == queues / 2
+        epochs = {name[-1] for name in found if name[0] == "headrace_queue_epoch"}
+        assert len(epochs) == sum(owned)
+        assert found["headrace_queues_unserved", "provider=default"] == 0
+        assert found["headrace_cluster_view_age_seconds",] < 30
+
+
+def test_time_without_a_silo_is_summed_over_the_queues():
+    unserved = UnservedQueues({"default": 2})
+
+    def see(now: float, *owned: int) -> None:
+        leases = [Lease("default", queue, "a", 1, 1, 0) for queue in owned]
+        unserved.update(ClusterView(0, [], leases), now)
+
+    see(10)
+    assert (unserved.count("default"), unserved.total_s("default", 11)) == (2, 2)
+    see(12, 0)
+    assert (unserved.count("default"), unserved.total_s("default", 13)) == (1, 5)
+    see(14, 0, 1)
+    assert (unserved.count("default"), unserved.total_s("default", 20)) == (0, 6)
+    see(30, 1)
+    assert (unserved.count("default"), unserved.total_s("default", 31)) == (1, 7)
+
+
+# ---- registries of other programs ------------------------------------------------------------------------------------
+
+
+async def test_a_provider_registers_in_a_registry_and_leaves_it_when_it_is_closed(tmp_path: Path) -> None:
+    registry = CollectorRegistry(auto_describe=True)
+    published = "headrace_published_events_total"
+    async with Provider.open(tmp_path / "1", name="one") as one:
+        one.register_metrics(registry)
+        with pytest.raises(InvalidArgument, match="registered already"):
+            one.register_metrics(registry)
+        await one.publish(StreamId("n", "k"), [b"1", b"2"])
+        async with Provider.open(tmp_path / "2", name="two") as two:
+            two.register_metrics(registry)
+            here = generate_latest(registry)
+            assert parsed(here)[published, "provider=one"] == 2
+            assert parsed(here)[published, "provider=two"] == 0
+            assert here.count(b"# TYPE headrace_published_events_total") == 1
+            elsewhere = await asyncio.to_thread(generate_latest, registry)
+            assert parsed(elsewhere)[published, "provider=one"] == 2
+        assert (published, "provider=two") not in parsed(generate_latest(registry))
+    assert generate_latest(registry) == b""
+    async with Provider.open(tmp_path / "1", name="one") as again:
+        again.register_metrics(registry)
+        assert parsed(generate_latest(registry))[published, "provider=one"] == 0
+
+
+async def test_a_registry_is_read_in_another_thread_while_events_come(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    stopping = threading.Event()
+    texts: list[bytes] = []
+
+    def read() -> None:
+        while not stopping.is_set():
+            texts.append(generate_latest(registry))
+
+    async with Provider.open(tmp_path) as provider:
+        provider.register_metrics(registry)
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        subscription = await provider.subscribe("s", "n/*", _ignore)
+        for number in range(200):
+            await provider.publish(StreamId("n", str(number)), b"x")
+        await subscription.caught_up()
+        await until(lambda: len(texts) > 3)
+        stopping.set()
+        await reading
+        counts = [parsed(text).get(("headrace_delivered_events_total", *S), 0) for text in texts]
+        assert counts == sorted(counts)
