@@ -30,6 +30,7 @@ COMMANDS = {
     "subscriptions": (".subscriptions", "List, inspect, create, move and delete subscriptions."),
     "deadletters": (".deadletters", "List, inspect, redrive and delete events that were given up."),
     "queues": (".queues", "Show how full each queue is, and the progress of its subscriptions."),
+    "top": (".top", "Watch queues and subscriptions on one screen."),
     "why": (".why", "Say why the next event of a stream is not delivered."),
     "check": (".check", "Read all of a data directory, and report damage."),
     "repair": (".repair", "Continue after data was damaged or lost."),

@@ -27,7 +27,8 @@ from ..local import InProcessTransport
 from .actions import ACTIONS
 from .pages import PAGES, PageSource
 from .protection import HEADERS, is_from_own_page, names_this_machine
-from .sessions import PATH, Sessions, Viewer
+from .sessions import PATH, Sessions
+from .viewers import Viewer
 
 log = logging.getLogger("headrace.silo")
 

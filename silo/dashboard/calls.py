@@ -1,4 +1,4 @@
-"""Calls of the silo's services for the dashboard, with the viewer's permissions."""
+"""Calls of the services of silos for the dashboard and `headrace top`, with the viewer's permissions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from ...client.transport import Transport
 from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
-from ..local import InProcessTransport
 
 CALL_S = 10.0
 
@@ -19,7 +19,7 @@ _M = TypeVar("_M", bound=Message)
 class ServiceCalls:
     """One method for each call that the dashboard makes. They raise the errors of the services."""
 
-    def __init__(self, transport: InProcessTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     async def _ask(self, method: str, request: Message, kind: type[_M]) -> _M:

@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...client.transport import Transport
 from ...proto.v1 import cluster_pb2, observation_pb2, subscriptions_pb2
 from ...streams import wire
 from ...streams.errors import PermissionDenied
 from ...streams.identity import StreamId
-from ..local import InProcessTransport
 from ..why_causes import Cause
 from .calls import ServiceCalls, number_of, optional
 from .letters import LetterFilter, page_of, shown
-from .sessions import Viewer
 from .summaries import lag_series, merged_parts, problems_of
+from .viewers import Viewer
 
 OVERVIEW_MS = 2 * 60_000
 HISTORY_MS = 10 * 60_000
@@ -28,7 +28,7 @@ SLOW_FRAMES = 5
 class PageSource(ABC):
     """One open page. `render` returns its content at the moment."""
 
-    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+    def __init__(self, transport: Transport, viewer: Viewer, options: Mapping[str, str]) -> None:
         self.calls = ServiceCalls(transport)
         self.viewer = viewer
         self.options = options
@@ -45,7 +45,7 @@ class PageSource(ABC):
 class OverviewPage(PageSource):
     """All queues and subscriptions, and whatever needs a look."""
 
-    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+    def __init__(self, transport: Transport, viewer: Viewer, options: Mapping[str, str]) -> None:
         super().__init__(transport, viewer, options)
         self._frames = 0
         self._left: dict[tuple[str, str], dict[str, int]] = {}
@@ -135,7 +135,7 @@ class QueuePage(PageSource):
 class SubscriptionPage(PageSource):
     """One subscription: its lag over time, its consumers, and the streams that are blocked."""
 
-    def __init__(self, transport: InProcessTransport, viewer: Viewer, options: Mapping[str, str]) -> None:
+    def __init__(self, transport: Transport, viewer: Viewer, options: Mapping[str, str]) -> None:
         super().__init__(transport, viewer, options)
         self._frames = 0
         self._found = subscriptions_pb2.Subscription()
@@ -240,7 +240,7 @@ class ClusterPage(PageSource):
         }
 
 
-PAGES: Mapping[str, Callable[[InProcessTransport, Viewer, Mapping[str, str]], PageSource]] = {
+PAGES: Mapping[str, Callable[[Transport, Viewer, Mapping[str, str]], PageSource]] = {
     "overview": OverviewPage,
     "queue": QueuePage,
     "subscription": SubscriptionPage,

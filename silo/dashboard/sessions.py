@@ -13,34 +13,15 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...server.access import EVERYTHING, Authenticator, Permission, Principal
-from ...streams.errors import PermissionDenied, Unauthenticated
+from ...server.access import Authenticator, Principal
+from ...streams.errors import Unauthenticated
+from .viewers import GUEST, Viewer
 
 SESSION_S = 12 * 3600.0
 """A login ends after this time, in seconds."""
 MAX_SESSIONS = 1000
 """Most logins at a time; the oldest one ends first."""
 PATH = "/dashboard"
-
-
-class Viewer(NamedTuple):
-    """The permissions of a request."""
-
-    principal: Principal
-    logged_in: bool
-    """False: a viewer without a token, who may read, without payloads, and change nothing."""
-
-    @property
-    def may_manage(self) -> bool:
-        """Whether the viewer may manage any namespace: see payloads, redrive and discard."""
-        try:
-            self.principal.require_somewhere(Permission.MANAGE)
-        except PermissionDenied:
-            return False
-        return self.logged_in
-
-
-GUEST = Viewer(Principal("", EVERYTHING.grants), logged_in=False)
 
 
 class _Login(NamedTuple):

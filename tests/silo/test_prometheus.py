@@ -106,6 +106,7 @@ async def test_a_stall_fires_and_load_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(45 * SCALE)
 async def test_a_stall_fires_after_ten_quiet_minutes_of_load(tmp_path: Path) -> None:
     """With the rules as they ship. It takes 20 minutes."""
     async with scraped(tmp_path, RULES) as (scene, server):

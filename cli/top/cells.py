@@ -1,0 +1,106 @@
+"""Cells of tables, and texts of numbers, for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+
+ABSENT = "–"
+_BAD = ("faulted", "unserved", "blocked", "held", "dead", "unreachable")
+_ODD = ("throttled", "stopped", "out of credit", "paused", "retrying", "behind", "resuming", "not served", "leaving")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    width: int
+    """In cells. The first column takes the rest of the line, too."""
+    value: Callable[[Mapping[str, Any]], str]
+    order: Callable[[Mapping[str, Any]], Any]
+    """The key to sort by; the largest comes first."""
+    right: bool = True
+
+
+def number_column(field_: str, title: str, width: int) -> Column:
+    return Column(title, width, lambda row: number(row.get(field_)), lambda row: known(row.get(field_)))
+
+
+def text_column(field_: str, title: str, width: int) -> Column:
+    return Column(
+        title, width, lambda row: printable(row.get(field_) or ABSENT), lambda row: row.get(field_) or "", right=False
+    )
+
+
+def known(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def printable(text: str) -> str:
+    """Return text in which characters that would change the terminal are shown as `?`. Names come from clients."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def number(value: float | None) -> str:
+    """Return a number in at most six characters, as in 1,234 or 56.7k."""
+    if value is None:
+        return ABSENT
+    for limit, unit in ((10_000, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
+        if value < limit:
+            scaled = value / {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
+            return f"{scaled:,.0f}" if unit == "" else f"{scaled:.1f}{unit}"
+    return "many"
+
+
+def seconds(ms: float | None) -> str:
+    """Return a time as in 0.3s, 45s, 12m or 3.1h."""
+    if ms is None:
+        return ABSENT
+    value = ms / 1000
+    if value < 10:
+        return f"{value:.1f}s"
+    if value < 120:
+        return f"{value:.0f}s"
+    return f"{value / 60:.0f}m" if value < 7200 else f"{value / 3600:.1f}h"
+
+
+def severity(state: str) -> int:
+    return 2 if state in _BAD else 1 if state in _ODD else 0
+
+
+def style_of(row: Mapping[str, Any]) -> str:
+    return {2: "red", 1: "yellow", 0: ""}[severity(row.get("state") or "")]
+
+
+def line_of(columns: Sequence[Column], cells: Sequence[str], width: int) -> str:
+    """Put cells side by side. The first column takes the rest of the width; last columns that do not fit are left
+    out."""
+    fitting, used = [columns[0]], columns[0].width
+    for column in columns[1:]:
+        if used + 1 + column.width > width:
+            break
+        fitting.append(column)
+        used += 1 + column.width
+    spare = width - used
+    sized = [
+        _sized(cell, column.width + (spare if not place else 0), right=column.right)
+        for place, (column, cell) in enumerate(zip(fitting, cells, strict=False))
+    ]
+    return " ".join(sized)
+
+
+def _sized(text: str, width: int, *, right: bool) -> str:
+    if right:
+        return " " * max(width - cell_len(text), 0) + set_cell_size(text, min(cell_len(text), width))
+    return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…", width)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as bars of eighths, the last ones that fit."""
+    last = values[-max(width, 1) :]
+    most = max(last, default=0)
+    return "".join(" ▁▂▃▄▅▆▇█"[round(8 * value / most) if most else 0] for value in last)
