@@ -29,23 +29,23 @@ class EffectsService(HandlerService):
         provider: str,
         batch: bool,
     ) -> None:
-        super().__init__(Handler(None, None, None, None), predicate, concurrency)
+        super().__init__(Handler(None, None, None, None), predicate, concurrency, provider=provider)
         self._user_handler = handler
         self._effects = effects
         self._origin = origin
-        self._provider = provider
         self._batch = batch
 
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
-        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self._provider)
+        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self.provider)
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         return HandlerDelivery(
             definition, queue, checkpoint, Handler(on_event, on_batch, None, None, scoped.redrive),
             PositionedFailures(sink, scoped),
-            predicate=self.predicate, concurrency=self.concurrency, failures=self.failures, **options,
+            predicate=self.predicate, concurrency=self.concurrency, provider=self.provider, failures=self.failures,
+            **options,
         )  # fmt: skip
 
 

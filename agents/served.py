@@ -74,6 +74,8 @@ class HandlerService:
     predicate: EventFilter | None
     concurrency: int
     stored: bool = True
+    provider: str = "default"
+    """The name of the provider, for traces."""
     failures: FailureLog = field(default_factory=FailureLog)
 
     def deliver(
@@ -81,7 +83,8 @@ class HandlerService:
     ) -> Delivery:
         return HandlerDelivery(
             definition, queue, checkpoint, self.handler, sink,
-            predicate=self.predicate, concurrency=self.concurrency, failures=self.failures, **options,
+            predicate=self.predicate, concurrency=self.concurrency, provider=self.provider, failures=self.failures,
+            **options,
         )  # fmt: skip
 
     def gap(self, record: GapRecord) -> None: ...

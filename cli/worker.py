@@ -13,7 +13,8 @@ from ..silo.config import SiloConfig
 from ..silo.host import Silo
 from ..silo.supervisor import WorkerStatus
 from ..streams.errors import HeadraceError
-from .commands.silo import FORMAT, serve
+from .commands.silo import serve
+from .log_format import log_to_stderr
 from .outcome import exit_code, message
 
 log = logging.getLogger("headrace.silo")
@@ -28,8 +29,7 @@ def main(reports: int) -> int:
         return 1  # the supervisor is gone already
     config = msgspec.json.decode(line, type=SiloConfig)
     assert config.cluster is not None
-    name = FORMAT.replace("%(name)s", f"{config.cluster.name} %(name)s")
-    logging.basicConfig(level=config.log_level.upper(), format=name)
+    log_to_stderr(config.log_level, config.cluster.name or "")
     try:
         asyncio.run(_serve(config, reports))
     except BaseException as error:

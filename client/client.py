@@ -10,15 +10,16 @@ async with Client("127.0.0.1:9465") as client:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn, Self, cast
 
 from ..proto.v1 import publisher_pb2 as pb
+from ..streams import tracing
 from ..streams.arguments import check_call, check_flag, check_methods, check_seconds, check_text, refused
 from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument, PayloadTooLarge
-from ..streams.events import EventBatch
+from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.publishing import (
     MAX_REQUEST_BATCHES,
@@ -155,6 +156,10 @@ class Client(ConsumingClient):
         published later.
         """
         check_stream(stream)
+        if tracing.active is not None:
+            given = scheduled(listed(stream, events, self.codecs), delay, priority)
+            with tracing.active.publishing(self._provider, stream, len(given)) as trace:
+                return (await self._publish_grouped({stream: given}, trace))[0].token or UNKNOWN_PLACE
         publishing = self._publishing
         deadline = await publishing.wait_for_space() if publishing.full else None
         if type(events) is bytes and delay is None and priority is None:
@@ -176,13 +181,23 @@ class Client(ConsumingClient):
             check_sequence(sequence)
             check_producer(sequence.producer)
         by_stream = grouped(items, self.codecs)
-        if sequence is not None:
-            batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
-            return await self._publish_once(batches, sequence)
-        if not by_stream:
+        if sequence is None and not by_stream:
             return []
-        deadline = await self._publishing.wait_for_space() if self._publishing.full else None
-        batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
+        if tracing.active is None:
+            return await self._publish_grouped(by_stream, b"", sequence)
+        with tracing.active.publishing(self._provider, None, sum(map(len, by_stream.values()))) as trace:
+            return await self._publish_grouped(by_stream, trace, sequence)
+
+    async def _publish_grouped(
+        self,
+        by_stream: Mapping[StreamId, list[bytes | Event]],
+        trace: bytes,
+        sequence: ProducerSequence | None = None,
+    ) -> Sequence[Receipt]:
+        deadline = await self._publishing.wait_for_space() if sequence is None and self._publishing.full else None
+        batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events, trace)]
+        if sequence is not None:
+            return await self._publish_once(batches, sequence)
         return await self._publishing.publish(batches, deadline)
 
     async def last_sequence(self, producer: str) -> int:

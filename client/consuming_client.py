@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 from weakref import WeakSet
 
 from ..proto.v1 import consumer_pb2 as pb
+from ..streams import tracing
 from ..streams.arguments import check_flag, check_integer, check_options, check_seconds, check_text
 from ..streams.codecs import Codecs, P
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
@@ -233,10 +234,18 @@ class ConsumingClient(ManagementClient):
         if after is not None:
             request.reports.extend(after.reports())
         self._pulling.add((name, consumer))
+        if tracing.active is None:
+            return await self._pull(request, wait_s)
+        with tracing.active.pulling(self._provider, name) as span:
+            pulled = await self._pull(request, wait_s)
+            span.received(pulled)
+            return pulled
+
+    async def _pull(self, request: pb.PullRequest, wait_s: float) -> Pulled:
         answer = await self._connection.call(
             "ConsumerService/Pull", request.SerializeToString(), timeout_s=self._timeout_s + wait_s
         )
-        return Pulled(name, request.consumer, answer, self._provider)
+        return Pulled(request.subscription, request.consumer, answer, self._provider)
 
     async def acknowledge(self, pulled: Pulled) -> int:
         """Report the results of batches that `pull` returned. Return how many results were too late: those events are

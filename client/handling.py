@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from ..streams import tracing
 from ..streams.errors import Closed, PayloadInvalid, Unavailable
 from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
@@ -96,18 +97,23 @@ class RemoteHandling:
         return None
 
     async def _step(self, batch: ReceivedBatch) -> None:
-        begun = None
+        begun, span = None, None if tracing.active is None else batch.begin_span()
         try:
             begun = None if self._effects is None else self._effects.begin(batch)
             await self._handle(batch, begun)
         except BaseException as error:
             if isinstance(error, Closed) and self._holdings.closed:
                 return  # the consumer was closed meanwhile, and has given the batch back
+            if span is not None:
+                span.failed(error)
             if self._workers.ends_worker(error, stopping=self._stopping):
                 raise
             await self._failed(batch, error, begun)
             if cancelled_itself(error):
                 raise
+        finally:
+            if span is not None:
+                span.end()
 
     async def _handle_batch(self, batch: ReceivedBatch, begun: BatchInHandler | None) -> None:
         on_batch = self._handler.on_batch if begun is None else begun.call

@@ -8,6 +8,7 @@ from typing import overload
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams import wire
 from ..streams.frames import split
+from ..streams.transactions import ProviderOrigin
 from .holdings import ConsumerHoldings
 from .management import parsed
 from .received import ReceivedBatch
@@ -26,6 +27,7 @@ class Pulled(Sequence[ReceivedBatch]):
         self.refused = len(response.refused)
         """How many results that were reported with the call came too late."""
         self._holdings = ConsumerHoldings()
+        self._holdings.account.origin = ProviderOrigin("", provider, name, shared=True)
         for status in response.queues:
             self._holdings.serve(self, status)
         self._holdings.receive(self, delivered, 0)

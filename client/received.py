@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ..streams import tracing
 from ..streams.arguments import refused
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.frames import DeliveredBatch
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.transactions import EffectScope
+from ..streams.transactions import EffectScope, ProviderOrigin
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
     from ..effects.effects import Effects
     from ..effects.transaction import Transaction
+    from ..streams.spans import HandlingSpan
 
 FRAME_BYTES = 32
 """Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
@@ -37,6 +39,9 @@ class CongestedAccount(Protocol):
 
     @property
     def is_congested(self) -> bool: ...
+
+    @property
+    def origin(self) -> ProviderOrigin | None: ...
 
 
 class BatchHolder(Protocol):
@@ -193,6 +198,29 @@ class ReceivedBatch(EventBatch):
         from ..effects.batches import batch_effects  # noqa: PLC0415 (SQLAlchemy is imported only if it is used)
 
         return batch_effects(database, self, self.holder.effect_scope())
+
+    def begin_span(self) -> HandlingSpan | None:
+        """Begin a span of OpenTelemetry around the handling of the batch. Return None without tracing."""
+        if tracing.active is None:
+            return None
+        origin = self.holder.account.origin
+        provider, subscription = ("", "") if origin is None else (origin.provider, origin.subscription)
+        return tracing.active.handling(provider, subscription, self.queue, self, redriven=self.redriven)
+
+    @contextmanager
+    def tracing(self) -> Generator[None]:
+        """A span of OpenTelemetry for the length of a `with`, as a child of the one that published the batch. A handler
+        has such a span already. Without `enable_tracing` this does nothing."""
+        span = self.begin_span()
+        try:
+            yield
+        except BaseException as error:
+            if span is not None:
+                span.failed(error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
 
     @property
     def is_next(self) -> bool:

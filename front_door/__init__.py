@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from headrace.streams.subscriptions import SlowConsumer as SlowConsumer
     from headrace.streams.subscriptions import Start as Start
     from headrace.streams.subscriptions import SubscriptionDefinition as SubscriptionDefinition
+    from headrace.streams.tracing import disable_tracing as disable_tracing
+    from headrace.streams.tracing import enable_tracing as enable_tracing
 
 _NAMES = {
     "headrace.client.blocking": ("SyncClient", "SyncStream"),
@@ -108,6 +110,7 @@ _NAMES = {
     "headrace.streams.publishing": ("ProducerSequence", "Receipt"),
     "headrace.streams.states": ("ConsumerState", "SubscriptionState"),
     "headrace.streams.stream": ("Stream",),
+    "headrace.streams.tracing": ("disable_tracing", "enable_tracing"),
     "headrace.streams.subscriptions": (
         "DeadLetter", "GapRecord", "Mode", "OnFailure", "RetryPolicy", "Selector", "SlowConsumer", "Start",
         "SubscriptionDefinition",

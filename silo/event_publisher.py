@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
 from ..adapters import ProducerSequence, Receipt
+from ..streams import tracing
 from ..streams.codecs import Codecs, Publishable
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch
@@ -59,6 +60,10 @@ class EventPublisher(QueuePositions):
     ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         check_stream(stream)
+        if tracing.active is not None:
+            given = scheduled(listed(stream, events, self.codecs), delay, priority)
+            with tracing.active.publishing(self.name, stream, len(given)) as trace:
+                return await self._publish(stream, given, trace)
         number = self.publishing.begin()
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
@@ -81,6 +86,12 @@ class EventPublisher(QueuePositions):
         assert token is not None  # only duplicates of an idempotent producer have none
         return token
 
+    async def _publish(self, stream: StreamId, events: list[bytes | Event], trace: bytes) -> SequenceToken:
+        batches = [(self.queue_of(stream), batch) for batch in self._encode(stream, events, trace)]
+        token = (await self._enqueue(batches))[0].token
+        assert token is not None  # only duplicates of an idempotent producer have none
+        return token
+
     async def publish_many(
         self, items: Iterable[tuple[StreamId, Publishable]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:
@@ -92,11 +103,24 @@ class EventPublisher(QueuePositions):
             check_sequence(sequence)
             check_producer(sequence.producer)
         by_stream = grouped(items, self.codecs)
+        if tracing.active is None:
+            return await self._publish_grouped(by_stream, sequence, b"")
+        with tracing.active.publishing(self.name, None, sum(map(len, by_stream.values()))) as trace:
+            return await self._publish_grouped(by_stream, sequence, trace)
+
+    async def _publish_grouped(
+        self, by_stream: Mapping[StreamId, list[bytes | Event]], sequence: ProducerSequence | None, trace: bytes
+    ) -> Sequence[Receipt]:
         batches = [
             (self.queue_of(stream), batch)
             for stream, events in by_stream.items()
-            for batch in self._encode(stream, events)
+            for batch in self._encode(stream, events, trace)
         ]
+        return await self._enqueue(batches, sequence)
+
+    async def _enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
         number = self.publishing.begin()
         try:
             receipts = await self.adapter.enqueue(batches, sequence=sequence)
@@ -143,8 +167,8 @@ class EventPublisher(QueuePositions):
         if not any(receipt.duplicate for receipt in answer.result()):
             self._count(placed)
 
-    def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-        batches = encoded(stream, events)
+    def _encode(self, stream: StreamId, events: list[bytes | Event], trace: bytes = b"") -> list[EventBatch]:
+        batches = encoded(stream, events, trace)
         self._check_schedules(batches)
         return batches
 

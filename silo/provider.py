@@ -348,7 +348,7 @@ async def _service(declared: SubscriptionDeclaration, origin: str, codecs: Codec
     """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
     if declared.effects is None:
         handler = Handler.of(declared.handler, batch=declared.batch, codecs=codecs)
-        return HandlerService(handler, declared.filter, declared.concurrency)
+        return HandlerService(handler, declared.filter, declared.concurrency, provider=declared.provider)
     declared.check_handler()
     await declared.effects.check()
     handler = handler_with_transaction(declared.handler, codecs, batch=declared.batch)

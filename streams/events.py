@@ -118,8 +118,10 @@ class EventBatch:
         return len(self.encoded)
 
     @classmethod
-    def of(cls, stream: StreamId, events: Iterable[bytes | Event], now_us: int | None = None) -> EventBatch:
-        """Encode events of one stream as one batch.
+    def of(
+        cls, stream: StreamId, events: Iterable[bytes | Event], now_us: int | None = None, trace: bytes = b""
+    ) -> EventBatch:
+        """Encode events of one stream as one batch. `trace` is the span that publishes them, if there is one.
 
         Raises InvalidArgument for other types, without any event, and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge
         for a payload above `MAX_EVENT_BYTES`.
@@ -127,7 +129,8 @@ class EventBatch:
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         items = events if isinstance(events, list) else list(events)
         now = time.time_ns() // 1000 if now_us is None else now_us
-        encoded = _encode_one(stream, items[0], now) if len(items) == 1 else _encode(stream, items, now)
+        one = len(items) == 1 and not trace
+        encoded = _encode_one(stream, items[0], now) if one else _encode(stream, items, now, trace)
         return cls(stream, encoded, len(items))
 
     @classmethod
@@ -165,6 +168,10 @@ class EventBatch:
         """Return the time of the first event, in microseconds since 1970 UTC; 0 if it has none. Keeps no columns."""
         timestamps = layout.read(self.encoded)[2].timestamps
         return timestamps[0] if timestamps else 0
+
+    def trace(self) -> bytes:
+        """Return the span that published the batch, as its field `trace` has it; empty if there is none."""
+        return layout.read_trace(self.encoded)
 
     def events(self, start: int = 0) -> list[Event]:
         """Return the events from index `start` on, with `stream` and `token` set."""
@@ -256,11 +263,16 @@ class ScheduledBatch(EventBatch):
 
     @classmethod
     def of_events(
-        cls, stream: StreamId, events: Iterable[bytes | Event], delay: timedelta | None, priority: int | None
+        cls,
+        stream: StreamId,
+        events: Iterable[bytes | Event],
+        delay: timedelta | None,
+        priority: int | None,
+        trace: bytes = b"",
     ) -> ScheduledBatch:
         """Like `EventBatch.of`, with this delay and priority instead of those of the events. Raises InvalidArgument for
         an invalid delay or priority."""
-        plain = EventBatch.of(stream, events)
+        plain = EventBatch.of(stream, events, trace=trace)
         delay_us, priority = _delay_us(delay or timedelta()), _checked_priority(priority or 0)
         encoded = plain.encoded + layout.write_schedule(delay_us, priority)
         return cls(stream, encoded, plain.count, delay_us=delay_us, priority=priority)
@@ -299,15 +311,16 @@ def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
     return layout.write_one(stream.prefix, payload, now)
 
 
-def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes:
+def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int, trace: bytes = b"") -> bytes:
     _check_count(len(items))
     try:
         sizes, payload = _joined(stream, cast(Sequence[bytes], items))
     except TypeError:  # some are not bytes; checking each one first would cost more than all other work
         events = [item if isinstance(item, Event) else Event(item) for item in items]
         sizes, payload = _joined(stream, [check_payload(event.payload) for event in events])
-        return layout.write(stream.prefix, sizes, _timestamps(events, now), _encode_rare(events), payload)
-    return layout.write(stream.prefix, sizes, (now,), b"", payload)
+        rare = _encode_rare(events) + layout.write_trace(trace)
+        return layout.write(stream.prefix, sizes, _timestamps(events, now), rare, payload)
+    return layout.write(stream.prefix, sizes, (now,), layout.write_trace(trace), payload)
 
 
 def _joined(stream: StreamId, payloads: Sequence[bytes]) -> tuple[list[int], bytes]:

@@ -104,6 +104,7 @@ class BatchParts:
         self._times = batch.timestamps_us()
         self._ends = list(accumulate(columns.sizes, initial=columns.start))
         self._rare = layout.read_rare(batch.encoded, batch.count) if columns.rare else None
+        self._trace = layout.write_trace(batch.trace())
 
     def encode(self, indexes: Sequence[int]) -> bytes:
         """Return a batch of the events with these indexes, which must ascend."""
@@ -112,7 +113,7 @@ class BatchParts:
             ids, headers = self._rare
             rare = layout.write_rare([ids[i] or "" for i in indexes], [headers[i] for i in indexes])
         sizes, times = [self._columns.sizes[i] for i in indexes], [self._times[i] for i in indexes]
-        return layout.write(self._prefix, sizes, times, rare, self._payloads(indexes))
+        return layout.write(self._prefix, sizes, times, rare + self._trace, self._payloads(indexes))
 
     def _payloads(self, indexes: Sequence[int]) -> bytes:
         source, ends, first, last = self._columns.source, self._ends, indexes[0], indexes[-1]

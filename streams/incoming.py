@@ -11,13 +11,15 @@ from .errors import InvalidArgument, PayloadTooLarge
 from .events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from .field_limits import MAX_TIME_US, MIN_TIME_US, check_headers, check_ids, check_times
 from .identity import StreamId, read_varint
+from .layout import TRACE_BYTES
 from .publishing import MAX_BATCH_BYTES
 
 _ONE_TIMESTAMP = struct.Struct("<BBq")
 _TIMESTAMPS_TAG, _TIMESTAMP_BYTES = 0x22, 8
 _NAMESPACE, _KEY = 0x0A, 0x12
-_COLUMNS = (0x1A, 0x22, 0x7A)
-"""Tags of sizes, timestamps and payload."""
+_COLUMNS = (0x1A, 0x22, 0x3A, 0x7A)
+"""Tags of sizes, timestamps, trace and payload."""
+_TRACE = 0x3A
 _APPENDED = range(16, 21)
 _SHORT = 0x7F
 """The largest length in one byte."""
@@ -82,7 +84,8 @@ def _check_sizes(stream: StreamId, sizes: Sequence[int], nbytes: int) -> None:
 
 
 def _plain(encoded: bytes) -> bool:
-    """Whether the batch has its names, then sizes, timestamps and payload, each at most once, and no other field."""
+    """Whether the batch has its names, then sizes, timestamps, trace and payload, each at most once, and no other
+    field."""
     wanted = {*_COLUMNS}
     try:
         if encoded[0] != _NAMESPACE or encoded[at := _end(encoded, 1)] != _KEY:
@@ -92,6 +95,8 @@ def _plain(encoded: bytes) -> bool:
             if encoded[at] not in wanted:
                 return False
             wanted.remove(encoded[at])
+            if encoded[at] == _TRACE and encoded[at + 1] != TRACE_BYTES:
+                return False
             at = _end(encoded, at + 1)
     except IndexError:
         return False
@@ -114,6 +119,8 @@ def _written(message: events_pb2.EventBatch, count: int) -> bytes:
         check_headers(each.values)
     if any(field.number in _APPENDED for field, _ in message.ListFields()):
         raise InvalidArgument("a batch has fields from 16 to 20, which the silo appends on delivery: leave them out")
+    if len(message.trace) not in (0, TRACE_BYTES):
+        raise InvalidArgument(f"the trace of a batch has {TRACE_BYTES} bytes, not {len(message.trace)}")
     message.DiscardUnknownFields()
     message.ClearField("namespace")
     message.ClearField("key")

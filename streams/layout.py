@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-_NAMESPACE, _KEY, _SIZES, _TIMESTAMPS, _IDS, _HEADERS, _PAYLOAD = 0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32, 0x7A
+_NAMESPACE, _KEY, _SIZES, _TIMESTAMPS, _IDS, _HEADERS, _TRACE, _PAYLOAD = 0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32, 0x3A, 0x7A
 _RARE = (_IDS, _HEADERS)
+TRACE_BYTES = 25
+"""The length of a trace."""
 _FIRST_APPENDED = 16
 _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
@@ -58,7 +60,7 @@ def write_one(prefix: bytes, payload: bytes, timestamp_us: int) -> bytes:
 
 
 def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rare: bytes, payload: bytes) -> bytes:
-    """Encode a batch from its columns; `rare` is the result of `write_rare`.
+    """Encode a batch from its columns; `rare` is the result of `write_rare`, and perhaps that of `write_trace`.
 
     Raises InvalidArgument for an invalid timestamp.
     """
@@ -69,6 +71,20 @@ def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rar
     widths = _packed("I", sizes)
     columns = (b"\x1a", varint(len(widths)), widths, b"\x22", varint(len(times)), times)
     return b"".join((prefix, *columns, rare, b"\x7a", varint(len(payload)), payload))
+
+
+def write_trace(trace: bytes) -> bytes:
+    """Encode the field of a trace, which precedes the payload; nothing for an empty one."""
+    return bytes((_TRACE, len(trace))) + trace if trace else b""
+
+
+def read_trace(encoded: bytes) -> bytes:
+    """Return the trace of a batch; empty if it has none."""
+    fields = _fields(encoded)
+    if fields is None:
+        return message_of(encoded).trace
+    start, end = fields.get(_TRACE, (0, 0))
+    return encoded[start:end]
 
 
 def write_schedule(delay_us: int, priority: int) -> bytes:

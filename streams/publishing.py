@@ -173,14 +173,17 @@ def _with_schedule(event: bytes | Event, delay: timedelta | None, priority: int 
     )
 
 
-def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-    """Encode events of one stream as batches, in order. Each batch has one delay and one priority."""
+def encoded(stream: StreamId, events: list[bytes | Event], trace: bytes = b"") -> list[EventBatch]:
+    """Encode events of one stream as batches, in order. Each batch has one delay and one priority. `trace` is the span
+    that publishes them."""
     if (len(events) == 1 and _schedule(events[0]) is None) or _fit_one_batch(events):
-        return [EventBatch.of(stream, events)]
+        return [EventBatch.of(stream, events, trace=trace)]
     if not any(map(_schedule, events)):
-        return [EventBatch.of(stream, part) for part in parts(events)]
+        return [EventBatch.of(stream, part, trace=trace) for part in parts(events)]
     return [
-        ScheduledBatch.of_events(stream, part, *schedule) if schedule else EventBatch.of(stream, part)
+        ScheduledBatch.of_events(stream, part, *schedule, trace)
+        if schedule
+        else EventBatch.of(stream, part, trace=trace)
         for schedule, run in groupby(events, _schedule)
         for part in parts(list(run))
     ]

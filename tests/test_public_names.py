@@ -77,6 +77,8 @@ PUBLIC = {
         "Transaction",
         "Unauthenticated",
         "Unavailable",
+        "disable_tracing",
+        "enable_tracing",
         "subscription",
     },
     "headrace.adapters": {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...streams import tracing
 from ...streams.errors import PayloadInvalid, Unavailable
 from ...streams.events import Event, EventBatch, PartialBatch
 from ...streams.failure_log import described
@@ -25,6 +26,9 @@ from .breaker import Admission
 from .checkpoint_pacer import UnsavedProgress
 from .delivery import Delivery, FailureSink
 from .retries import Failure
+
+if TYPE_CHECKING:
+    from ...streams.spans import HandlingSpan
 
 log = logging.getLogger("headrace.agents")
 
@@ -45,10 +49,13 @@ class HandlerDelivery(Delivery):
         *,
         predicate: EventFilter | None = None,
         concurrency: int = CONCURRENCY,
+        provider: str = "default",
         **options: Any,
     ) -> None:
+        """`provider` is its name, for traces."""
         super().__init__(definition, queue, checkpoint, sink, **options)
         self._handler = handler
+        self._provider = provider
         self.predicate = predicate
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
         self._workers = HandlerWorkers(f"{self.name}, queue {queue}", concurrency, self._work, self._may_run, log)
@@ -84,12 +91,15 @@ class HandlerDelivery(Delivery):
             assert batch is not None
             if breaker.limiting:
                 gate.begin()
+            span = self._begin_span(batch) if tracing.active is not None else None
             start, measured = cursor.index, now >= counts.measure_at
             if measured:
                 counts.measure_delay(batch, now)
             try:
                 handled = await (self._handle_one if probe else handle)(cursor, batch)
             except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
+                if span is not None:
+                    span.failed(error)
                 await self._raised(cursor, batch, error, start, one=probe)
             else:
                 if breaker.watching and handled:
@@ -101,12 +111,19 @@ class HandlerDelivery(Delivery):
                     progress.finish(cursor)
                 else:
                     progress.resume(cursor)
+            finally:
+                if span is not None:
+                    span.end()
             now = monotonic()
             if now > workers.turn_ends:
                 self.waiters.notify()
                 await workers.yield_turn()
                 now = monotonic()
         self.waiters.notify()
+
+    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan | None:
+        assert tracing.active is not None
+        return tracing.active.handling(self._provider, self.name, self.queue, batch, redriven=redriven)
 
     async def _raised(
         self, cursor: StreamCursor, batch: EventBatch, error: BaseException, start: int, *, one: bool
@@ -205,6 +222,7 @@ class HandlerDelivery(Delivery):
         assert event.token is not None
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         batch.offset = event.token.offset
+        span = self._begin_span(batch, redriven=True) if tracing.active is not None else None
         try:
             if self._handler.on_redrive is not None:
                 await self._handler.on_redrive(event)
@@ -213,9 +231,14 @@ class HandlerDelivery(Delivery):
         except PROCESS_ENDS:
             raise
         except BaseException as error:
+            if span is not None:
+                span.failed(error)
             if cancelled_itself(error):
                 raise
             return error
+        finally:
+            if span is not None:
+                span.end()
         self.counts.delivered_events += 1
         return None
 

@@ -20,12 +20,12 @@ from ...silo.tuning import tune_interpreter
 from ...streams.background import first_of
 from ...streams.errors import InvalidArgument
 from ...streams.outcomes import DONE
+from ..log_format import log_to_stderr
 from .help import SectionedCommand, SectionedOption
 from .running import handle_signals
 
 log = logging.getLogger("headrace.silo")
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _grpc_option = functools.partial(click.option, cls=SectionedOption, section="gRPC")
 _http_option = functools.partial(click.option, cls=SectionedOption, section="HTTP")
 
@@ -91,7 +91,7 @@ def command(
     """
     flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
     loaded = load_config(config, os.environ, flags)
-    logging.basicConfig(level=loaded.log_level.upper(), format=FORMAT)
+    log_to_stderr(loaded.log_level)
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
     try:

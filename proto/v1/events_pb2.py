@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace/proto/v1/events.proto\x12\x0bheadrace.v1\"\x8e\x02\n\nEventBatch\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05sizes\x18\x03 \x03(\x07\x12\x15\n\rtimestamps_us\x18\x04 \x03(\x10\x12\x0b\n\x03ids\x18\x05 \x03(\t\x12%\n\x07headers\x18\x06 \x03(\x0b\x32\x14.headrace.v1.Headers\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12\x0e\n\x06offset\x18\x10 \x01(\x04\x12\r\n\x05queue\x18\x11 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x12 \x01(\r\x12\x0f\n\x07indexes\x18\x13 \x03(\r\x12\x10\n\x08redriven\x18\x14 \x01(\x08\x12\x10\n\x08\x64\x65lay_us\x18\x15 \x01(\x04\x12\x10\n\x08priority\x18\x16 \x01(\r\"j\n\x07Headers\x12\x30\n\x06values\x18\x01 \x03(\x0b\x32 .headrace.v1.Headers.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace/proto/v1/events.proto\x12\x0bheadrace.v1\"\x9d\x02\n\nEventBatch\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05sizes\x18\x03 \x03(\x07\x12\x15\n\rtimestamps_us\x18\x04 \x03(\x10\x12\x0b\n\x03ids\x18\x05 \x03(\t\x12%\n\x07headers\x18\x06 \x03(\x0b\x32\x14.headrace.v1.Headers\x12\r\n\x05trace\x18\x07 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12\x0e\n\x06offset\x18\x10 \x01(\x04\x12\r\n\x05queue\x18\x11 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x12 \x01(\r\x12\x0f\n\x07indexes\x18\x13 \x03(\r\x12\x10\n\x08redriven\x18\x14 \x01(\x08\x12\x10\n\x08\x64\x65lay_us\x18\x15 \x01(\x04\x12\x10\n\x08priority\x18\x16 \x01(\r\"j\n\x07Headers\x12\x30\n\x06values\x18\x01 \x03(\x0b\x32 .headrace.v1.Headers.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEADERS_VALUESENTRY']._loaded_options = None
   _globals['_HEADERS_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_EVENTBATCH']._serialized_start=48
-  _globals['_EVENTBATCH']._serialized_end=318
-  _globals['_HEADERS']._serialized_start=320
-  _globals['_HEADERS']._serialized_end=426
-  _globals['_HEADERS_VALUESENTRY']._serialized_start=381
-  _globals['_HEADERS_VALUESENTRY']._serialized_end=426
+  _globals['_EVENTBATCH']._serialized_end=333
+  _globals['_HEADERS']._serialized_start=335
+  _globals['_HEADERS']._serialized_end=441
+  _globals['_HEADERS_VALUESENTRY']._serialized_start=396
+  _globals['_HEADERS_VALUESENTRY']._serialized_end=441
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,7 @@ class EventBatch(_message.Message):
     TIMESTAMPS_US_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
@@ -48,6 +49,10 @@ class EventBatch(_message.Message):
     """Namespace of the stream."""
     key: _builtins.str
     """Key of the stream within its namespace."""
+    trace: _builtins.bytes
+    """The span that published the batch, for traces of OpenTelemetry: 16 bytes of the trace's id, 8 of the span's, and 1 of
+    the trace flags. Absent without tracing.
+    """
     payload: _builtins.bytes
     """All payloads, one after the other."""
     offset: _builtins.int
@@ -104,6 +109,7 @@ class EventBatch(_message.Message):
         timestamps_us: _abc.Iterable[_builtins.int] | None = ...,
         ids: _abc.Iterable[_builtins.str] | None = ...,
         headers: _abc.Iterable[Global___Headers] | None = ...,
+        trace: _builtins.bytes = ...,
         payload: _builtins.bytes = ...,
         offset: _builtins.int = ...,
         queue: _builtins.int = ...,
@@ -115,7 +121,7 @@ class EventBatch(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delay_us", b"delay_us", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "priority", b"priority", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delay_us", b"delay_us", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "priority", b"priority", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

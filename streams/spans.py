@@ -1,0 +1,171 @@
+"""Spans of OpenTelemetry for publishing and handling. Imported only when tracing is on.
+
+The names follow OpenTelemetry's conventions for messaging, which are still in development: no other module knows them.
+The span of a handler is a child of the span that published its batch. The conventions allow a parent for a single
+message; a batch of headrace has one publisher and one span, so that its parent is as clear.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import Token
+from importlib.metadata import version
+from typing import Any
+
+from opentelemetry import context as contexts
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TracerProvider,
+    get_current_span,
+    get_tracer,
+    set_span_in_context,
+)
+
+from .events import EventBatch
+from .identity import StreamId
+
+MAX_LINKS = 32
+"""Most publishers that the span of a pull is linked to."""
+_SYSTEM = "headrace"
+_VERSION = version("headrace")
+
+
+class Spans:
+    """Makes the spans of one process."""
+
+    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+        self._tracer = get_tracer("headrace", _VERSION, tracer_provider)
+
+    @contextmanager
+    def publishing(self, provider: str, stream: StreamId | None, count: int) -> Generator[bytes]:
+        """A span around a publish. Yields the trace for the field `trace` of its batches."""
+        attributes = _attributes("send", provider, stream, count)
+        with self._tracer.start_as_current_span(
+            f"send {provider}", kind=SpanKind.PRODUCER, attributes=attributes
+        ) as span:
+            yield encoded(span.get_span_context())
+
+    def handling(
+        self, provider: str, subscription: str, queue: int, batch: EventBatch, *, redriven: bool = False
+    ) -> HandlingSpan | None:
+        """Begin a span around the handler of a batch, as a child of the span that published it. Return None if that one
+        was not sampled."""
+        parent = decoded(batch.trace())
+        if parent.is_valid and not parent.trace_flags.sampled:
+            return None
+        operation = "redrive" if redriven else "process"
+        attributes = _attributes(operation, provider, batch.stream, batch.count)
+        attributes |= {
+            "messaging.consumer.group.name": subscription,
+            "messaging.destination.subscription.name": subscription,
+            "messaging.destination.partition.id": str(queue),
+            "headrace.offset": batch.offset,
+        }
+        around = set_span_in_context(NonRecordingSpan(parent), Context()) if parent.is_valid else None
+        span = self._tracer.start_span(f"{operation} {provider}", around, SpanKind.CONSUMER, attributes)
+        return HandlingSpan(span)
+
+    @contextmanager
+    def pulling(self, provider: str, subscription: str) -> Generator[PullSpan]:
+        """A span around a pull. It is linked to the publishers of the batches that it returns."""
+        attributes = {**_attributes("receive", provider, None, None), "messaging.consumer.group.name": subscription}
+        with self._tracer.start_as_current_span(
+            f"receive {provider}", kind=SpanKind.CLIENT, attributes=attributes
+        ) as span:
+            yield PullSpan(span)
+
+
+class HandlingSpan:
+    """The current span, until `end`."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._token: Token[Context] = contexts.attach(set_span_in_context(span))
+
+    def failed(self, error: BaseException) -> None:
+        """The handler raised."""
+        self._span.record_exception(error)
+        self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+
+    def end(self) -> None:
+        contexts.detach(self._token)
+        self._span.end()
+
+
+class PullSpan:
+    """The span of a pull."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def received(self, batches: Iterable[EventBatch]) -> None:
+        """The pull returns these batches."""
+        count = 0
+        for number, batch in enumerate(batches):
+            count += batch.count
+            if number < MAX_LINKS and (publisher := decoded(batch.trace())).is_valid:
+                self._span.add_link(publisher)
+        self._span.set_attribute("messaging.batch.message_count", count)
+
+
+def _attributes(operation: str, provider: str, stream: StreamId | None, count: int | None) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "messaging.system": _SYSTEM,
+        "messaging.operation.name": operation,
+        "messaging.operation.type": "process" if operation == "redrive" else operation,
+        "messaging.destination.name": provider,
+    }
+    if stream is not None:
+        attributes["headrace.stream"] = str(stream)
+    if count is not None and count > 1:
+        attributes["messaging.batch.message_count"] = count
+    return attributes
+
+
+def encoded(context: SpanContext) -> bytes:
+    """Return the ids and the flags of a span as 25 bytes; none if there is no span."""
+    if not context.is_valid:
+        return b""
+    return context.trace_id.to_bytes(16, "big") + context.span_id.to_bytes(8, "big") + bytes((context.trace_flags,))
+
+
+def decoded(trace: bytes) -> SpanContext:
+    """Return the span that `encoded` wrote; an invalid one for other bytes."""
+    if len(trace) != 25:
+        return INVALID_SPAN_CONTEXT
+    trace_id, span_id = int.from_bytes(trace[:16], "big"), int.from_bytes(trace[16:24], "big")
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(trace[24]))
+
+
+# ---- logs --------------------------------------------------------------------------------------------------------
+
+
+def add_ids_to_log_records() -> None:
+    """Give each log record the fields `trace_id` and `span_id`, in hexadecimal; "" outside of spans. Idempotent."""
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _RecordFactory):
+        logging.setLogRecordFactory(_RecordFactory(make))
+
+
+class _RecordFactory:
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
+        record: logging.LogRecord = self._make(*arguments, **options)
+        context = get_current_span().get_span_context()
+        record.trace_id = f"{context.trace_id:032x}" if context.is_valid else ""
+        record.span_id = f"{context.span_id:016x}" if context.is_valid else ""
+        return record

@@ -1,0 +1,273 @@
+"""Traces: the field of a batch, and the spans of publishers and handlers in one process."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.trace import SpanKind, StatusCode
+
+from headrace import (
+    Client,
+    Event,
+    EventBatch,
+    InvalidArgument,
+    Provider,
+    RetryPolicy,
+    StreamId,
+    disable_tracing,
+    enable_tracing,
+)
+from headrace.proto.v1 import events_pb2
+from headrace.streams import frames, layout, tracing
+from headrace.streams.incoming import accepted
+from headrace.streams.spans import decoded, encoded
+from headrace.streams.tracing import Instrumentor
+from tests.client.consumers import until
+from tests.silo.services.calling import opened
+
+STREAM = StreamId("orders", "42")
+TRACE = bytes(range(1, 25)) + b"\x01"
+
+
+class Traced:
+    """The spans of this process."""
+
+    def __init__(self, provider: TracerProvider, exporter: InMemorySpanExporter) -> None:
+        self.provider = provider
+        self._exporter = exporter
+
+    def spans(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self._exporter.get_finished_spans() if span.name == name]
+
+
+def id_of(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.span_id
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    enable_tracing(provider)
+    yield Traced(provider, exporter)
+    disable_tracing()
+
+
+# ---- the field -------------------------------------------------------------------------------------------------------
+
+PAYLOADS = st.lists(st.binary(max_size=20), min_size=1, max_size=5)
+
+
+@given(PAYLOADS, st.booleans())
+def test_a_batch_keeps_its_trace_through_storage_and_the_wire(payloads: list[bytes], headers: bool) -> None:
+    events: list[bytes | Event] = [Event(one, headers={"a": "b"}) if headers else one for one in payloads]
+    batch = EventBatch.of(STREAM, events, trace=TRACE)
+    assert batch.trace() == TRACE
+    assert batch.payloads() == payloads
+    assert events_pb2.EventBatch.FromString(batch.encoded).trace == TRACE
+    stored = accepted(batch.encoded, 0)
+    assert (stored.payloads(), stored.trace()) == (payloads, TRACE)
+    (delivered,), _ = frames.split(frames.frame(stored.encoded, 3, 70))
+    assert (delivered.batch.trace(), delivered.batch.payloads()) == (TRACE, payloads)
+    last = frames.part(batch, [len(payloads) - 1])
+    assert EventBatch.decode(last).trace() == TRACE
+    assert EventBatch.decode(last).payloads() == payloads[-1:]
+
+
+@given(PAYLOADS)
+def test_a_batch_without_a_trace_has_none(payloads: list[bytes]) -> None:
+    batch = EventBatch.of(STREAM, payloads)
+    assert batch.trace() == b""
+    assert len(EventBatch.of(STREAM, payloads, trace=TRACE).encoded) == len(batch.encoded) + 2 + layout.TRACE_BYTES
+
+
+def test_a_trace_of_another_length_is_refused() -> None:
+    message = events_pb2.EventBatch.FromString(EventBatch.of(STREAM, [b"x", b"y"]).encoded)
+    message.trace = b"short"
+    with pytest.raises(InvalidArgument, match="the trace of a batch has 25 bytes, not 5"):
+        accepted(message.SerializeToString(), 0)
+
+
+def test_a_batch_whose_fields_are_in_another_order_keeps_its_trace() -> None:
+    message = events_pb2.EventBatch.FromString(EventBatch.of(STREAM, [b"x", b"y"]).encoded)
+    turned = b"".join([events_pb2.EventBatch(trace=TRACE).SerializeToString(), message.SerializeToString()])
+    assert accepted(turned, 0).trace() == TRACE
+
+
+def test_the_ids_of_a_span_are_written_and_read() -> None:
+    context = decoded(TRACE)
+    assert (context.is_remote, context.trace_flags.sampled) == (True, True)
+    assert encoded(context) == TRACE
+    assert not decoded(b"damaged").is_valid
+
+
+# ---- spans -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_handler_is_part_of_the_trace_of_its_publisher(tmp_path: Path, traced: Traced) -> None:
+    async def handle(event: Event) -> None: ...
+
+    tracer = traced.provider.get_tracer("test")
+    async with Provider.open(tmp_path) as provider:
+        subscription = await provider.subscribe("billing", "orders/*", handle)
+        with tracer.start_as_current_span("request") as request:
+            await provider.publish(STREAM, [b"1", b"2"])
+        await subscription.caught_up()
+    (send,), (process,) = traced.spans("send default"), traced.spans("process default")
+    assert send.parent is not None
+    assert send.parent.span_id == request.get_span_context().span_id
+    assert process.parent is not None
+    assert process.parent.span_id == id_of(send)
+    assert (send.kind, process.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
+    assert dict(process.attributes or {}) == {
+        "messaging.system": "headrace",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": "default",
+        "headrace.stream": "orders/42",
+        "messaging.batch.message_count": 2,
+        "messaging.consumer.group.name": "billing",
+        "messaging.destination.subscription.name": "billing",
+        "messaging.destination.partition.id": str(provider.queue_of(STREAM)),
+        "headrace.offset": 0,
+    }
+
+
+async def test_a_failure_is_in_the_span_and_its_log_line_has_the_ids(
+    tmp_path: Path, traced: Traced, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [ValueError("no address")]
+
+    async def handle(event: Event) -> None:
+        if failures:
+            raise failures.pop()
+
+    async with Provider.open(tmp_path) as provider:
+        retry = RetryPolicy(initial_delay_s=0.01)
+        subscription = await provider.subscribe("s", "orders/*", handle, retry=retry)
+        await provider.publish(STREAM, b"x")
+        await subscription.caught_up()
+    failed, succeeded = traced.spans("process default")
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.status.description == "ValueError: no address"
+    assert succeeded.status.status_code is StatusCode.UNSET
+    record = next(one for one in caplog.records if "no address" in one.getMessage())
+    context = failed.get_span_context()
+    assert context is not None
+    assert vars(record)["trace_id"] == f"{context.trace_id:032x}"
+    logging.getLogger("test").warning("outside")
+    assert vars(caplog.records[-1])["trace_id"] == ""
+
+
+async def test_a_redrive_has_a_span_of_its_own(tmp_path: Path, traced: Traced) -> None:
+    failures = [ValueError("no")]
+
+    async def handle(event: Event) -> None:
+        if failures:
+            raise failures.pop()
+
+    async with Provider.open(tmp_path) as provider:
+        subscription = await provider.subscribe("s", "orders/*", handle, retry=RetryPolicy(max_attempts=1))
+        await provider.publish(STREAM, b"x")
+        await subscription.caught_up()
+        assert await subscription.redrive() == 1
+        await until(lambda: bool(traced.spans("redrive default")))
+
+
+async def test_consumers_over_grpc_and_pulls_have_spans(tmp_path: Path, traced: Traced) -> None:
+    handled = asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        handled.set()
+
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        await client.subscribe("handler", "orders/*", handle)
+        await client.publish(STREAM, b"x")
+        await handled.wait()
+        await until(lambda: bool(traced.spans("process default")))
+        (send,), (process,) = traced.spans("send default"), traced.spans("process default")
+        assert process.parent is not None
+        assert process.parent.span_id == id_of(send)
+        async with client.subscribe("iterated", "orders/*", start="earliest") as consumer:
+            batch = await anext(aiter(consumer))
+            with batch.tracing():
+                await batch.ack()
+        assert len(traced.spans("process default")) == 2
+        iterated = (await client.subscription("iterated")).definition
+        await client.create_subscription(replace(iterated, name="pulled"))
+        pulled = await client.pull("pulled", "c", wait_s=5)
+        (receive,) = traced.spans("receive default")
+        assert [link.context.span_id for link in receive.links] == [id_of(send)]
+        with pulled[0].tracing():
+            await pulled[0].ack()
+        await client.acknowledge(pulled)
+        assert len(traced.spans("process default")) == 3
+
+
+async def test_delayed_and_grouped_publishes_carry_the_trace(tmp_path: Path, traced: Traced) -> None:
+    async def handle(event: Event) -> None: ...
+
+    async with Provider.open(tmp_path, delays="store") as provider:
+        subscription = await provider.subscribe("s", "orders/*", handle)
+        await provider.publish(STREAM, b"later", delay=timedelta(milliseconds=10))
+        await provider.publish_many([(StreamId("orders", "1"), b"a"), (StreamId("orders", "2"), b"b")])
+        await until(lambda: len(traced.spans("process default")) == 3)
+        await subscription.caught_up()
+    sends = {id_of(span) for span in traced.spans("send default")}
+    assert len(sends) == 2
+    assert {span.parent.span_id for span in traced.spans("process default") if span.parent} == sends
+
+
+async def test_an_unsampled_publish_makes_no_span_of_the_handler(tmp_path: Path) -> None:
+    exporter, sampled = InMemorySpanExporter(), TracerProvider()
+    sampled.add_span_processor(SimpleSpanProcessor(exporter))
+    handled = asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        handled.set()
+
+    async with Provider.open(tmp_path) as provider:
+        await provider.subscribe("s", "orders/*", handle)
+        try:
+            enable_tracing(TracerProvider(sampler=ParentBased(ALWAYS_OFF)))
+            publishing = tracing.active
+            assert publishing is not None
+            with publishing.publishing("default", STREAM, 1) as trace:
+                assert not trace[24] & 1
+            enable_tracing(sampled)
+            batch = EventBatch.of(STREAM, [b"x"], trace=trace)
+            await provider.publish_encoded([batch])
+            await handled.wait()
+        finally:
+            disable_tracing()
+    assert exporter.get_finished_spans() == ()
+
+
+async def test_without_tracing_a_batch_has_no_trace_and_tracing_does_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        await client.publish(STREAM, b"x")
+        async with client.subscribe("s", "orders/*", start="earliest") as consumer:
+            batch = await anext(aiter(consumer))
+            assert batch.trace() == b""
+            with batch.tracing():
+                await batch.ack()
+
+
+def test_the_instrumentor_of_opentelemetry_switches_it_on_and_off() -> None:
+    instrumentor = Instrumentor()
+    instrumentor.instrument(tracer_provider=TracerProvider(), skip_dep_check=True)
+    assert tracing.active is not None
+    instrumentor.uninstrument()
+    assert tracing.active is None
