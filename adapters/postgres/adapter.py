@@ -16,9 +16,9 @@ from ..log.acknowledgements import PendingAcknowledgements
 from ..receiving import Bounds
 from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
-from .committer import Growth, PostgresCommitter
+from .committer import PostgresCommitter
 from .connecting import DatabasePlace
-from .group import WaitingCall
+from .group import CommittedGrowth, WaitingCall
 from .limits import POSTGRES_LIMITS, PostgresLimits
 from .options import PostgresOptions, location_of
 from .queries import QueryConnections, rows
@@ -116,11 +116,11 @@ class PostgresAdapter(QueueAdapter):
         )
         return found[0][0] if found else 0
 
-    def _offer(self, grown: Growth) -> None:
-        for queue, stored in grown.items():
+    def _offer(self, grown: CommittedGrowth) -> None:
+        for queue, committed in grown.items():
             for receiver in list(self._receivers.get(queue, ())):
-                receiver.offer(stored)
-            self._watch.note(queue, stored.end)
+                receiver.offer(committed)
+            self._watch.note(queue, committed.stored.end)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,8 @@ class PostgresAdapter(QueueAdapter):
             partial(self._acknowledgements.note, queue),
         )
         receivers = self._receivers.setdefault(queue, set())
-        receiver = PostgresReceiver(watched, position, first, receivers.discard)
+        before_us = facts.time_us if position == end > 0 else None
+        receiver = PostgresReceiver(watched, position, first, receivers.discard, before_us)
         receivers.add(receiver)
         return receiver
 

@@ -19,11 +19,11 @@ from psycopg.rows import TupleRow
 from ...store.postgres import BoundedConnection
 from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, QueueFull, StorageError
-from ..group_commit import Growth, Outcome, groups
+from ..group_commit import Outcome, groups
 from ..log.acknowledgements import PendingAcknowledgements
 from ..log.blocks import BlockEncoder
 from .connecting import DatabasePlace
-from .group import WaitingCall
+from .group import CommittedGrowth, WaitingCall
 from .schema import ProviderRow
 from .transaction import GroupTransaction, LostQueueError
 
@@ -45,7 +45,7 @@ class PostgresCommitter:
         place: DatabasePlace,
         provider: ProviderRow,
         acknowledgements: PendingAcknowledgements,
-        on_answers: Callable[[Growth], None],
+        on_answers: Callable[[CommittedGrowth], None],
         group_bytes: int,
     ) -> None:
         self._place = place
@@ -138,11 +138,11 @@ class PostgresCommitter:
             self._fail(waiting, StorageError(f"a commit failed: {error!r}"))
         else:
             if stored is not None:
-                grown: Growth = {} if stored.writes is None else stored.writes.grown
+                grown: CommittedGrowth = {} if stored.writes is None else stored.writes.grown
                 self._tell_loop(self._answer, stored.calls, stored.outcomes, grown)
 
     def _fail(self, calls: Sequence[WaitingCall], error: HeadraceError) -> None:
-        grown: Growth = {}
+        grown: CommittedGrowth = {}
         self._tell_loop(self._answer, calls, [error.copy() for _ in calls], grown)
 
     def _persistently(self, waiting: list[WaitingCall]) -> GroupTransaction | None:
@@ -247,7 +247,9 @@ class PostgresCommitter:
 
     # ---- on the event loop -----------------------------------------------------------------------------------------
 
-    def _answer(self, calls: Sequence[WaitingCall], outcomes: Sequence[Outcome | HeadraceError], grown: Growth) -> None:
+    def _answer(
+        self, calls: Sequence[WaitingCall], outcomes: Sequence[Outcome | HeadraceError], grown: CommittedGrowth
+    ) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             self._pending_bytes -= call.nbytes
             call.nbytes = 0  # if it has failed at its deadline, it may be stored and be answered again

@@ -63,6 +63,20 @@ class ChunkRow(NamedTuple):
     chunk: bytes
 
 
+class CommittedBatches(NamedTuple):
+    """Batches of one queue that a commit has stored."""
+
+    stored: StoredBatches
+    before_us: int
+    """Commit time of the block before them, 0 if there is none."""
+    time_us: int
+    """Their own commit time."""
+
+
+CommittedGrowth = Mapping[int, CommittedBatches]
+"""The batches that a commit has added, by queue."""
+
+
 class GroupWrites(NamedTuple):
     """The writes of one transaction."""
 
@@ -71,7 +85,7 @@ class GroupWrites(NamedTuple):
     tails: Mapping[int, LockedTail]
     """The new end of each queue that grows."""
     producers: Mapping[bytes, LastCall]
-    grown: Mapping[int, StoredBatches]
+    grown: CommittedGrowth
     now_us: int
 
     def nbytes(self) -> int:
@@ -117,7 +131,7 @@ class EnqueueGroup:
         tails: dict[int, LockedTail] = {}
         for queue, batches in self._grown.items():
             tail = self._tails[queue]
-            time_us = max(self._now_us, tail.time_us)
+            time_us = max(self._now_us, tail.time_us + 1)  # never the same: the time tells blocks apart
             chunks = list(_chunks(encoder, queue, tail.next, batches, time_us))
             rows.setdefault(tail.segment, []).extend(chunks)
             tails[queue] = LockedTail(
@@ -131,7 +145,11 @@ class EnqueueGroup:
             producer: LastCall(number, offsets if len(offsets) <= MAX_STORED_OFFSETS else ())
             for producer, (number, offsets) in self._stored.items()
         }
-        grown = {queue: StoredBatches(self._tails[queue].next, batches) for queue, batches in self._grown.items()}
+        grown = {
+            queue: CommittedBatches(StoredBatches(tail.next, batches), tail.time_us, tails[queue].time_us)
+            for queue, batches in self._grown.items()
+            for tail in (self._tails[queue],)
+        }
         return GroupWrites(rows, tails, producers, grown, self._now_us)
 
 

@@ -23,7 +23,7 @@ from .schema import ProviderRow, segment_table
 
 _EVERYTHING = ReadBudget(1 << 60, 1 << 60)
 _QUEUE = """
-    SELECT queue, next, acknowledged, events, bytes FROM headrace_queue WHERE provider = %s AND queue = %s
+    SELECT queue, next, acknowledged, events, bytes, time_us FROM headrace_queue WHERE provider = %s AND queue = %s
 """
 _SEGMENTS = """
     SELECT queue, segment, first, events, bytes FROM headrace_segment WHERE provider = %s ORDER BY queue, segment
@@ -46,6 +46,8 @@ class QueueFacts(NamedTuple):
     acknowledged: int
     events: int
     nbytes: int
+    time_us: int
+    """Commit time of the last block."""
     segments: Sequence[SegmentStart]
 
     @property
@@ -64,6 +66,8 @@ class Fetched(NamedTuple):
     batches: Sequence[EventBatch]
     next_offset: int
     gap: Gap | None = None
+    time_us: int | None = None
+    """Commit time of the block that ends at `next_offset`, if it is known."""
 
 
 class BlockRow(NamedTuple):
@@ -98,8 +102,8 @@ class QueueReads:
         self._segments = segments
         if not found or queue not in segments:
             raise StorageError(f"queue {queue}: the database does not have it any more")
-        _, end, acknowledged, events, nbytes = found[0]
-        return QueueFacts(max(end, segments[queue][0].first), acknowledged, events, nbytes, segments[queue])
+        _, end, acknowledged, events, nbytes, time_us = found[0]
+        return QueueFacts(max(end, segments[queue][0].first), acknowledged, events, nbytes, time_us, segments[queue])
 
     async def statistics(self, queue: int) -> QueueStatistics:
         facts = await self.facts(queue)
@@ -108,21 +112,28 @@ class QueueReads:
 
     # ---- batches ---------------------------------------------------------------------------------------------------
 
-    async def fetch(self, queue: int, position: int) -> Fetched:
+    async def fetch(self, queue: int, position: int, before_us: int | None = None) -> Fetched:
         """Return batches from `position` on, or a gap, or nothing at the end of the queue.
 
-        Raises CorruptRecord if the block at `position` is damaged or missing. All batches before it are returned first.
+        `before_us` is the commit time of the block before `position`, if the caller has read it. Raises StorageError if
+        the server has another block there: it has lost the end of the queue, and stored other batches. Raises
+        CorruptRecord if the block at `position` is damaged or missing. All batches before it are returned first.
         """
-        return await self._connections.run(lambda connection: self._fetch(connection, queue, position))
+        return await self._connections.run(lambda connection: self._fetch(connection, queue, position, before_us))
 
-    async def _fetch(self, connection: AsyncConnection[TupleRow], queue: int, position: int) -> Fetched:
+    async def _fetch(
+        self, connection: AsyncConnection[TupleRow], queue: int, position: int, before_us: int | None
+    ) -> Fetched:
         known = self._segments.get(queue)
         if known:
-            holding = QueueFacts(0, 0, 0, 0, known).segment_holding(position)
-            if holding is not None and (chunks := await self._chunks(connection, queue, holding.segment, position)):
+            holding = QueueFacts(0, 0, 0, 0, 0, known).segment_holding(position)
+            chunks = await self._chunks(connection, queue, holding.segment, position) if holding else ()
+            if chunks and chunks[0][0] <= position and before_us in (None, chunks[0][6]):
                 return self._decode(queue, position, chunks)
         while True:
             facts = await self._facts(connection, queue)
+            if before_us is not None and position <= facts.next:
+                await self._check_before(connection, queue, position, before_us, facts)
             if position >= facts.next:
                 return self._at_end(queue, position, facts)
             holding = facts.segment_holding(position)
@@ -140,22 +151,44 @@ class QueueReads:
                 f"queue {queue} has lost its end: offsets from {facts.next} to {position - 1} are not in the database "
                 "any more: close the silo, and start it again or seek its subscriptions there"
             )
-        return Fetched((), position)
+        return Fetched((), position, time_us=facts.time_us if position else None)
+
+    async def _check_before(
+        self, connection: AsyncConnection[TupleRow], queue: int, position: int, before_us: int, facts: QueueFacts
+    ) -> None:
+        """Raise StorageError if the block before a position has another commit time. Its block may be deleted."""
+        if position < facts.next:
+            block = await self._block(connection, queue, facts, position - 1)
+            found_us = None if block is None else block.time_us
+        else:
+            found_us = facts.time_us
+        if found_us in (None, before_us):
+            return
+        # Blocks that were stored later than the one that was read are new. Clocks may differ between servers.
+        low = min(await self._offset_at(connection, queue, before_us + 1), position - 1)
+        raise StorageError(
+            f"queue {queue} has lost its end: offsets from {low} to {position - 1} have other batches than those that "
+            f"were read: seek its subscriptions back to offset {low}"
+        )
 
     async def _chunks(
         self, connection: AsyncConnection[TupleRow], queue: int, segment: int, position: int
     ) -> Sequence[Any]:
-        """Return the rows of blocks from the one that holds `position` on: none if the segment was dropped."""
+        """Return the rows of blocks from the one that holds `position` on: none if the segment was dropped.
+
+        The last column is the commit time of the last block of this segment that begins before `position`, or None.
+        """
         table = segment_table(self._provider.provider, segment)
         limit = max(self._limits.fetch_bytes // CHUNK_BYTES, 1)
         query = f"""
-            SELECT first, part, parts, batches, time_us, chunk FROM {table}
-            WHERE queue = {queue} AND first >= coalesce((
+            SELECT first, part, parts, batches, time_us, chunk, (
+                SELECT time_us FROM {table} WHERE queue = {queue} AND first < %s ORDER BY first DESC LIMIT 1
+            ) FROM {table} WHERE queue = {queue} AND first >= coalesce((
                 SELECT first FROM {table} WHERE queue = {queue} AND first <= %s ORDER BY first DESC LIMIT 1
             ), %s) ORDER BY first, part LIMIT {limit}
         """  # noqa: S608 (numbers)
         try:
-            cursor = await connection.execute(query.encode(), [position, position], binary=True)
+            cursor = await connection.execute(query.encode(), [position, position, position], binary=True)
             found = await cursor.fetchall()
         except psycopg.errors.UndefinedTable:
             return ()
@@ -173,9 +206,9 @@ class QueueReads:
 
     def _decode(self, queue: int, position: int, chunks: Sequence[Any]) -> Fetched:
         batches: list[EventBatch] = []
-        at, index = position, 0
+        at, index, last_us = position, 0, None
         while index < len(chunks):
-            first, _, parts, count, _, chunk = chunks[index]
+            first, _, parts, count, time_us, chunk, _ = chunks[index]
             rest = [row[5] for row in chunks[index + 1 : index + parts] if row[0] == first]
             try:
                 block = _block(b"".join((chunk, *rest)) if rest else chunk, BlockPlace(queue, first), count, at)
@@ -184,8 +217,8 @@ class QueueReads:
                 if batches:  # return them first; the next call begins here
                     break
                 raise CorruptRecord(queue, at, str(damage), first + count if first <= at else first) from None
-            at, index = first + count, index + parts
-        return Fetched(batches, at)
+            at, index, last_us = first + count, index + parts, time_us
+        return Fetched(batches, at, time_us=last_us)
 
     # ---- searching -------------------------------------------------------------------------------------------------
 

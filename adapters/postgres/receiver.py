@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, HeadraceError
 from ...streams.events import EventBatch
-from ..group_commit import StoredBatches
 from ..limits import within_limits
 from ..receiving import Accept, QueueReceiver, Received
+from .group import CommittedBatches
 from .reading import Fetched
 
 
@@ -20,8 +20,8 @@ class WatchedQueue(NamedTuple):
     """A queue, as its receivers use it."""
 
     number: int
-    fetch: Callable[[int], Awaitable[Fetched]]
-    """Reads batches from a position on."""
+    fetch: Callable[[int, int | None], Awaitable[Fetched]]
+    """Reads batches from a position on. The second argument is the commit time of the block before it, if known."""
     end: Callable[[], int]
     """Returns the offset after the last batch that is known to be stored."""
     fault: Callable[[], HeadraceError | None]
@@ -33,11 +33,19 @@ class PostgresReceiver(QueueReceiver):
     """Receives the batches of one queue, from a position on. It holds the batches of one query at most."""
 
     def __init__(
-        self, queue: WatchedQueue, position: int, first: int, on_close: Callable[[PostgresReceiver], None]
+        self,
+        queue: WatchedQueue,
+        position: int,
+        first: int,
+        on_close: Callable[[PostgresReceiver], None],
+        before_us: int | None = None,
     ) -> None:
-        """`first` is the first retained offset."""
+        """`first` is the first retained offset, `before_us` the commit time of the block before `position`."""
         self._queue = queue
         self._position = position
+        self._before_us = before_us
+        """Commit time of the block before the position, after the fetched batches are taken. None: not known. If the
+        server has another block there, it has lost the end of the queue, and stored other batches."""
         self._behind = position < first
         self._on_close = on_close
         self._fetched: deque[EventBatch] = deque()
@@ -82,7 +90,7 @@ class PostgresReceiver(QueueReceiver):
         if self._fetching is None:
             self._check_end = False  # not after the fetch: `wake` may set it meanwhile
             name = f"headrace postgres read of queue {self._queue.number}"
-            self._fetching = self._tasks.hold(_fetched(self._queue, self._position), name)
+            self._fetching = self._tasks.hold(_fetched(self._queue, self._position, self._before_us), name)
         return self._fetching
 
     async def _fetch(self) -> Received | None:
@@ -92,11 +100,12 @@ class PostgresReceiver(QueueReceiver):
         self._fetching = None
         self._check_open()
         try:
-            batches, end, gap = task.result()
+            batches, end, gap, time_us = task.result()
         except HeadraceError:
             self._check_end = True  # until a fetch succeeds
             raise
         self._behind = False
+        self._before_us = time_us
         if gap is not None:
             self._position = end
             return Received((), end, gap)
@@ -115,16 +124,19 @@ class PostgresReceiver(QueueReceiver):
     def offer_to(self, accept: Accept) -> None:
         self._accept = accept
 
-    def offer(self, stored: StoredBatches) -> None:
+    def offer(self, committed: CommittedBatches) -> None:
         """This process has committed batches of the queue: offer them if they are the next ones."""
-        follows = self._waiting and self._position == stored.first and not self._changed.is_set()
-        if follows and self._accept is not None and self._accept(stored.copies()):
-            self._position = stored.end
+        stored, before_us, time_us = committed
+        follows = self._position == stored.first and self._before_us in (None, before_us)
+        if not follows or not self._waiting or self._changed.is_set():
+            return
+        if self._accept is not None and self._accept(stored.copies()):
+            self._position, self._before_us = stored.end, time_us
             self._accepted = True
 
     def wake(self) -> None:
         """The queue, or the state of the server, may have changed."""
-        self._check_end = self._position > self._queue.end()
+        self._check_end = self._check_end or self._position > self._queue.end()
         if self._check_end or self._position < self._queue.end() or self._queue.fault() is not None:
             self._changed.set()
 
@@ -141,5 +153,5 @@ class PostgresReceiver(QueueReceiver):
         await self._tasks.aclose()
 
 
-async def _fetched(queue: WatchedQueue, position: int) -> Fetched:
-    return await queue.fetch(position)
+async def _fetched(queue: WatchedQueue, position: int, before_us: int | None) -> Fetched:
+    return await queue.fetch(position, before_us)

@@ -12,7 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.servers import PostgresServer
 from headrace.adapters.postgres.options import check_url, without_password
-from headrace.adapters.receiving import Gap
+from headrace.adapters.receiving import Gap, QueueReceiver, Received
 from headrace.adapters.seam import QueueAdapter
 from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, QueueFull, StorageError
 from headrace.streams.events import EventBatch
@@ -20,6 +20,7 @@ from headrace.streams.identity import StreamId
 from headrace.streams.publishing import ProducerSequence
 from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, tables, texts
 
+END_CONNECTIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'headrace'"
 SMALL_SEGMENTS: dict[str, Any] = {"segment_bytes": 1 << 16}
 
 
@@ -149,6 +150,90 @@ async def test_a_queue_that_has_lost_its_end_is_a_fault(postgres_url: str) -> No
         with pytest.raises(StorageError, match=re.escape("lost its end: offsets from 2 to 2")):
             await asyncio.wait_for(waiting, 20)
         assert await adapter.resume_at(0, 3) == 2
+
+
+def replace_end(url: str, first: int) -> None:
+    """Remove the batches from offset `first` on, as a standby that was behind, or a backup."""
+    (table,) = tables(url)
+    ask(url, f"DELETE FROM {table} WHERE first >= {first}")
+    query = f"UPDATE headrace_queue SET next = {first}, time_us = (SELECT max(time_us) FROM {table})"
+    ask(url, query)
+
+
+async def past_outage(receiver: QueueReceiver, receiving: asyncio.Future[Received] | None = None) -> Received:
+    """Return the next result. Receive again after errors of the connection."""
+    while True:
+        try:
+            return await (receiving or receiver.receive(ANY, ANY))
+        except StorageError as error:
+            if "connection" not in str(error):
+                raise
+        receiving = None
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_lost_end_is_a_fault_also_after_the_queue_has_grown_past_the_reader(
+    postgres_url: str, *, cut: bool
+) -> None:
+    async with opened(postgres_url, poll_s=1000) as adapter, opened(postgres_url, poll_s=1000) as other:
+        for number in range(10):
+            await other.enqueue([(0, batch(str(number)))])
+        receiver = await adapter.open_receiver(0, 0)
+        await received(receiver, 10)
+        waiting = asyncio.ensure_future(receiver.receive(ANY, ANY))
+        replace_end(postgres_url, 7)
+        for number in range(7, 12):
+            await other.enqueue([(0, batch(f"new {number}"))])
+        if cut:
+            ask(postgres_url, END_CONNECTIONS)
+        with pytest.raises(StorageError, match="offsets from 7 to 9 have other batches than those that were read"):
+            await asyncio.wait_for(past_outage(receiver, waiting), 20)
+        await adapter.enqueue([(0, batch("more"))])
+        with pytest.raises(StorageError, match="offsets from 7 to 9"):  # it stays one
+            await asyncio.wait_for(past_outage(receiver), 20)
+        assert (await received(await adapter.open_receiver(0, 7), 5))[:5] == [f"new {n}" for n in range(7, 12)]
+
+
+async def test_a_lost_end_is_a_fault_also_if_the_reader_waits_for_commits_of_its_own_process(postgres_url: str) -> None:
+    async with opened(postgres_url, poll_s=1000) as adapter:
+        await adapter.enqueue([(0, batch(str(number))) for number in range(3)])
+        offered: list[str] = []
+        receiver = await adapter.open_receiver(0, 3)
+        receiver.offer_to(lambda batches: not offered.extend(texts(batches)))
+        waiting = asyncio.ensure_future(receiver.receive(ANY, ANY))
+        await asyncio.sleep(0)
+        await adapter.enqueue([(0, batch("3"))])
+        assert offered == ["3"]
+        replace_end(postgres_url, 3)
+        for number in range(3, 6):
+            await adapter.enqueue([(0, batch(f"new {number}"))])
+        assert (await asyncio.wait_for(waiting, 20)).next_offset == 4  # because of the offer
+        with pytest.raises(StorageError, match="offsets from 3 to 3 have other batches"):
+            await asyncio.wait_for(receiver.receive(ANY, ANY), 20)
+        assert offered == ["3"]
+
+
+async def test_the_block_before_a_reader_may_be_in_another_segment_or_deleted(postgres_url: str) -> None:
+    async with opened(postgres_url, **SMALL_SEGMENTS) as adapter, opened(postgres_url, **SMALL_SEGMENTS) as other:
+        readers = [await adapter.open_receiver(0) for _ in range(2)]
+        for number in range(12):
+            await other.enqueue([(0, large(number))])
+            assert numbers(await received(readers[0], 1)) == [number]
+            await other.apply_retention({0: 0})
+            if number % 4 == 3:
+                assert numbers(await received(readers[1], 4)) == list(range(number - 3, number + 1))
+        assert len(tables(postgres_url)) >= 3
+    retain: dict[str, Any] = {**SMALL_SEGMENTS, "retain_bytes": 1}
+    async with opened(postgres_url, **retain) as adapter:
+        reader = await adapter.open_receiver(0, 12)
+        for _ in range(3):
+            await adapter.apply_retention({0: 12})
+        await adapter.enqueue([(0, large(number)) for number in range(12, 16)])
+        await adapter.apply_retention({0: 12})
+        await adapter.apply_retention({0: 12})
+        assert (await adapter.bounds(0)).first == 12
+        assert numbers(await received(reader, 4)) == list(range(12, 16))
 
 
 # ---- retention -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class ShrinkingQueue:
         self.end = 6
         self.fetching, self.shrunk = asyncio.Event(), asyncio.Event()
 
-    async def fetch(self, position: int) -> Fetched:
+    async def fetch(self, position: int, _before_us: int | None) -> Fetched:
         if self.end < position:
             raise StorageError("lost its end")
         self.fetching.set()
