@@ -20,7 +20,7 @@ from .committer import PostgresCommitter
 from .connecting import DatabasePlace
 from .group import CommittedGrowth, WaitingCall
 from .limits import POSTGRES_LIMITS, PostgresLimits
-from .options import PostgresOptions, location_of
+from .options import PostgresOptions, location_of, retention_of, with_location
 from .queries import QueryConnections, rows
 from .reading import QueueReads
 from .receiver import PostgresReceiver, WatchedQueue
@@ -40,10 +40,21 @@ async def open_adapter(
     Raises InvalidArgument for wrong options, for a database without the tables, and for a server that could lose
     events; StorageError if the server does not answer; DataDirectoryError if the queues are gone.
     """
-    chosen = read_options("postgres", PostgresOptions, {**context.location, **options})
+    chosen = read_options("postgres", PostgresOptions, with_location(options, context.location))
     place = DatabasePlace(chosen, limits)
     provider = await asyncio.to_thread(_open, place, context, create=chosen.create)
+    _report_retention(context, chosen)
     return PostgresAdapter(context, chosen, place, provider)
+
+
+def _report_retention(context: AdapterContext, chosen: PostgresOptions) -> None:
+    """Log the retention in effect if it is not the stored one."""
+    if not context.location:
+        return
+    before = retention_of(read_options("postgres", PostgresOptions, context.location))
+    if (now := retention_of(chosen)) != before:
+        before, now = (", ".join(f"{name} = {value}" for name, value in each.items()) for each in (before, now))
+        log.warning("provider %r: its retention changes from (%s) to (%s)", context.provider, before, now)
 
 
 def _open(place: DatabasePlace, context: AdapterContext, *, create: bool) -> ProviderRow:

@@ -56,11 +56,24 @@ class PostgresOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.poll_s or (POOLER_POLL_S if self.pooler else POLL_S)
 
 
+def with_location(given: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options to use: the stored ones if none are given. Given options replace all stored ones, because a
+    configuration cannot say that it no longer has an option. Only the address may be left out."""
+    if not given:
+        return stored
+    address = {} if "url" in given else {name: stored[name] for name in ("url", "pooler") if name in stored}
+    return {**address, **given}
+
+
+def retention_of(options: PostgresOptions) -> Mapping[str, Any]:
+    """Return the options that decide how long batches are kept."""
+    names = ("segment_bytes", "retain_age_s", "retain_bytes", "retain_unfinished")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
 def location_of(options: PostgresOptions) -> Mapping[str, Any]:
     """Return the options that say where the queues are and how long they are kept, without a password."""
-    kept = {name: getattr(options, name) for name in ("pooler", "segment_bytes", "retain_unfinished")}
-    ages = {name: getattr(options, name) for name in ("retain_age_s", "retain_bytes")}
-    return {"url": without_password(options.url), **kept, **{name: each for name, each in ages.items() if each}}
+    return {"url": without_password(options.url), "pooler": options.pooler, **retention_of(options)}
 
 
 def without_password(url: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.servers import PostgresServer
-from headrace.adapters.postgres.options import check_url, without_password
+from headrace.adapters.postgres.options import check_url, with_location, without_password
 from headrace.adapters.receiving import Gap, QueueReceiver, Received
 from headrace.adapters.seam import QueueAdapter
 from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, QueueFull, StorageError
@@ -443,6 +443,31 @@ async def test_secrets_are_in_no_message_and_not_stored(postgres_url: str) -> No
             async with opened(url):
                 pass
         assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "postgresql://h/other"])
+def test_given_options_replace_the_stored_ones_except_the_address(url: str) -> None:
+    stored: dict[str, Any] = {"url": "postgresql://h/db", "pooler": True, "retain_age_s": 5.0, "segment_bytes": 1 << 20}
+    assert with_location({}, stored) == stored
+    given = {"retain_bytes": 7, **({"url": url} if url else {})}
+    address = {"url": url} if url else {"url": "postgresql://h/db", "pooler": True}
+    assert with_location(given, stored) == {**address, "retain_bytes": 7}
+
+
+async def test_an_option_of_retention_that_is_given_no_more_is_not_in_force(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    retain: dict[str, Any] = {**SMALL_SEGMENTS, "retain_bytes": 1, "retain_unfinished": False}
+    async with opened(postgres_url, **retain) as adapter:
+        stored = adapter.location
+        assert stored["retain_bytes"] == 1
+    async with opened(postgres_url, location=stored, **SMALL_SEGMENTS) as adapter:
+        assert "retain_bytes" not in adapter.location
+        for number in range(10):
+            await adapter.enqueue([(0, large(number))])
+            await adapter.apply_retention({0: 10})
+        assert await adapter.bounds(0) == (0, 10)
+    assert re.search(r"changes from \(.*retain_bytes = 1, .*\) to \(.*retain_unfinished = True\)", caplog.text)
 
 
 async def test_queues_of_others_are_refused(postgres_url: str) -> None:
