@@ -68,27 +68,27 @@ class DatabasePlace:
         try:
             connection.deadline = deadline
             deadline.begin()
-            self._check(connection)
+            self._check(connection.info.server_version, connection.execute(_SERVER).fetchone())
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _check(self, connection: Connection[TupleRow]) -> None:
-        if problem := self._problem(connection):
+    def _check(self, version: int, settings: TupleRow | None) -> None:
+        if problem := self._problem(version, settings):
             raise UnsafeServerError(problem)
 
-    def _problem(self, connection: Connection[TupleRow]) -> str:
-        """Return why the server cannot store events safely, with the remedy; "" if it can. Raises psycopg.Error."""
-        if connection.info.server_version < _OLDEST_VERSION:
+    def _problem(self, version: int, settings: TupleRow | None) -> str:
+        """Return why the server cannot store events safely, with the remedy; "" if it can. `settings` answers
+        `_SERVER`."""
+        if version < _OLDEST_VERSION:
             return f"{self.shown} has a version below 14: use a newer one"
-        row = connection.execute(_SERVER).fetchone()
-        assert row is not None
-        standby, read_only, synchronous_commit, fsync = row
+        assert settings is not None
+        standby, read_only, synchronous_commit, fsync = settings
         if standby:
             return (
-                f"{self.shown} is a standby, which is read-only: give the url of the primary, or all urls with "
-                "?target_session_attrs=primary"
+                f"{self.shown} is a standby, which is read-only: give the url of the primary, or list all "
+                "hosts in the url"
             )
         if read_only == "on":
             return f"{self.shown} is read-only for this role: set default_transaction_read_only = off"
@@ -101,13 +101,17 @@ class DatabasePlace:
         return ""
 
     async def connect_async(self) -> AsyncConnection[TupleRow]:
-        """Return a connection that the event loop uses. Raises psycopg.Error."""
+        """Return a connection that the event loop uses. Raises psycopg.Error, UnsafeServerError.
+
+        A standby is refused here, too: it may lag, and the connection would stay on it after the primary is back.
+        """
         threshold = None if self.pooler else 5
-        settings = self._settings(None)
-        connection = await AsyncConnection.connect(**settings, autocommit=True, prepare_threshold=threshold)
+        connection = await AsyncConnection.connect(**self._settings(None), autocommit=True, prepare_threshold=threshold)
         try:
             await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
-        except BaseException:  # cancelled
+            settings = await (await connection.execute(_SERVER)).fetchone()
+            self._check(connection.info.server_version, settings)
+        except BaseException:
             connection.pgconn.finish()
             raise
         return connection
@@ -123,6 +127,8 @@ class DatabasePlace:
             "keepalives_count": 3,
             "application_name": "headrace",
         }
+        if "," in f"{self._given.get('host', '')}{self._given.get('hostaddr', '')}":
+            ours["target_session_attrs"] = "primary"  # else libpq stays at the first host that answers
         settings = {**ours, **self._given}
         if not self.pooler:  # a pooler refuses them
             settings["options"] = f"{statement_limits(request_s)} {settings.get('options', '')}".strip()

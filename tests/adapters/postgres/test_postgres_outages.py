@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -231,3 +231,47 @@ async def test_publishes_and_readers_fail_while_the_server_stands_still_and_cont
             while "after" not in found:
                 found += await drain(receiver, 1)
         assert set(found) <= {"away", "after"}
+
+
+async def test_readers_do_not_stay_on_a_standby(own_server: PostgresServer) -> None:
+    """As behind a load balancer while the primary starts again."""
+    standby = own_server.directory / "data" / "standby.signal"
+    async with opened(own_server.url, provider="standby", poll_s=0.05) as adapter:
+        await adapter.enqueue([(0, batch("stored"))])
+        receiver = await adapter.open_receiver(0)
+        await asyncio.to_thread(own_server.kill)
+        standby.touch()
+        await asyncio.to_thread(own_server.start)
+        with pytest.raises(StorageError, match="is a standby"):
+            await after_outage(lambda: adapter.bounds(0))
+        with pytest.raises(StorageError, match="is a standby"):
+            await after_outage(lambda: receiver.receive(ANY, ANY))
+        await asyncio.to_thread(own_server.kill)
+        standby.unlink()
+        await asyncio.to_thread(own_server.start)
+        assert await asyncio.wait_for(drain(receiver, 1), 60) == ["stored"]
+
+
+async def after_outage(work: Callable[[], Awaitable[object]]) -> None:
+    """Try until there is an answer, or an error other than that of a lost or refused connection."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await work()
+            except StorageError as error:
+                if "connection" not in str(error):
+                    raise
+                await asyncio.sleep(0.02)
+            else:
+                return
+
+
+async def test_the_primary_is_found_among_several_hosts(own_server: PostgresServer) -> None:
+    with PostgresServer() as standby:
+        await asyncio.to_thread(standby.stop)
+        (standby.directory / "data" / "standby.signal").touch()
+        await asyncio.to_thread(standby.start)
+        url = own_server.url.replace(own_server.address, f"{standby.address},{own_server.address}")
+        async with opened(url, provider="several") as adapter:
+            await adapter.enqueue([(0, batch("x"))])
+            assert await received(await adapter.open_receiver(0), 1) == ["x"]
