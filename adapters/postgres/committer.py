@@ -25,7 +25,7 @@ from ..log.blocks import BlockEncoder
 from .connecting import DatabasePlace
 from .group import CommittedGrowth, WaitingCall
 from .schema import ProviderRow
-from .transaction import GroupTransaction, LostQueueError
+from .transaction import GroupTransaction, LostQueueError, store_acknowledgements
 
 log = logging.getLogger("headrace.adapters.postgres")
 _Ts = TypeVarTuple("_Ts")
@@ -105,7 +105,7 @@ class PostgresCommitter:
                     for calls in groups(self._take(), self._group_bytes):
                         self._store(calls)
                 if not going or time.monotonic() >= chores_at:
-                    self._store_acknowledgements()
+                    self._store_acknowledgements(wait=not going)
                     chores_at = time.monotonic() + self._limits.chores_s
         finally:
             self._drop_connection()
@@ -226,18 +226,12 @@ class PostgresCommitter:
             return StorageError(f"{error}: these events may or may not be stored, publish them again")
         return error
 
-    def _store_acknowledgements(self) -> None:
+    def _store_acknowledgements(self, *, wait: bool) -> None:
         try:
             if not (pending := self._acknowledgements.pending()):
                 return
-            connection = self._connected()
-            for queue, offset in sorted(pending.items()):
-                connection.execute(
-                    "UPDATE headrace_queue SET acknowledged = greatest(acknowledged, least(%s, next)) "
-                    "WHERE provider = %s AND queue = %s AND acknowledged < least(%s, next)",
-                    [offset, self._provider.provider, queue, offset],
-                )
-            self._acknowledgements.forget(pending)
+            done = store_acknowledgements(self._connected(), self._provider, pending, self._limits, wait=wait)
+            self._acknowledgements.forget({queue: pending[queue] for queue in done})
         except (psycopg.Error, StorageError) as error:
             self._drop_connection()
             log.warning("acknowledgements are not stored, trying again: %s", self._place.failure(error))

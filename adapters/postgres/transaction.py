@@ -108,8 +108,7 @@ class GroupTransaction:
     def _lock(self, connection: Connection[TupleRow]) -> tuple[Mapping[int, LockedTail], Mapping[bytes, LastCall], int]:
         """Begin a transaction, and lock the rows of all queues and producers."""
         provider = self._provider.provider
-        statements = ["BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"]
-        statements += [f"SET LOCAL {name} = {value}" for name, value in timeouts_ms(self._limits.request_s).items()]
+        statements = _begin(self._limits)
         if self._queues:
             statements.append(
                 "SELECT queue, segment, next, events, bytes, time_us FROM headrace_queue "  # noqa: S608 (numbers)
@@ -164,6 +163,41 @@ class GroupTransaction:
             ends = ",".join(f"{queue}={tail.next}" for queue, tail in writes.tails.items())
             payload = ends if len(ends) <= _MAX_NOTIFIED_BYTES else ""
             yield f"SELECT pg_notify('{self._provider.channel}', '{payload}')"
+
+
+def store_acknowledgements(
+    connection: Connection[TupleRow],
+    provider: ProviderRow,
+    acknowledged: Mapping[int, int],
+    limits: PostgresLimits,
+    *,
+    wait: bool,
+) -> Sequence[int]:
+    """Store offsets by queue, in one transaction. Return the queues whose offsets are stored. Raises psycopg.Error.
+
+    Nobody waits for the disk, because a lost acknowledgement is harmless. Queues whose rows others have locked are left
+    out, unless `wait`: their writers would wait for all rows locked here.
+    """
+    offsets = ", ".join(f"({queue}, {offset})" for queue, offset in acknowledged.items())
+    lock = (
+        f"SELECT queue FROM headrace_queue WHERE provider = {provider.provider} AND queue IN ({_listed(acknowledged)}) "  # noqa: S608 (numbers)
+        f"ORDER BY queue FOR UPDATE{'' if wait else ' SKIP LOCKED'}"
+    )
+    statements = [*_begin(limits), "SET LOCAL synchronous_commit = off", lock]
+    locked = [row[0] for row in _results(connection, "; ".join(statements))[0]]
+    update = (
+        "UPDATE headrace_queue AS q SET acknowledged = least(v.acknowledged, q.next) "  # noqa: S608 (numbers)
+        f"FROM (VALUES {offsets}) AS v (queue, acknowledged) WHERE q.provider = {provider.provider} "
+        f"AND q.queue = v.queue AND q.queue IN ({_listed(locked)}) AND q.acknowledged < least(v.acknowledged, q.next)"
+    )
+    connection.execute("; ".join([*([update] if locked else []), "COMMIT"]).encode())
+    return locked
+
+
+def _begin(limits: PostgresLimits) -> list[str]:
+    """Return the statements that begin a transaction."""
+    timeouts = (f"SET LOCAL {name} = {value}" for name, value in timeouts_ms(limits.request_s).items())
+    return ["BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE", *timeouts]
 
 
 def parse_ends(payload: str) -> Mapping[int, int]:

@@ -21,6 +21,15 @@ from headrace.streams.publishing import ProducerSequence
 from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, tables, texts
 
 END_CONNECTIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'headrace'"
+STORED = "SELECT queue, acknowledged FROM headrace_queue ORDER BY queue"
+COUNT_UPDATES = """
+    CREATE TABLE updates (synchronous text, xid text);
+    CREATE FUNCTION count_update() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        INSERT INTO updates VALUES (current_setting('synchronous_commit'), pg_current_xact_id()::text);
+        RETURN NEW;
+    END $$;
+    CREATE TRIGGER count_update BEFORE UPDATE ON headrace_queue FOR EACH ROW EXECUTE FUNCTION count_update()
+"""
 SMALL_SEGMENTS: dict[str, Any] = {"segment_bytes": 1 << 16}
 
 
@@ -75,6 +84,25 @@ async def test_calls_over_many_queues_from_several_processes_do_not_deadlock(pos
             for name in "abcd":
                 mine = [text for text in found if text.startswith(name)]
                 assert mine == [f"{name} {number}" for number in range(40)]
+
+
+async def test_acknowledgements_of_all_queues_are_one_transaction_that_waits_for_nobody(postgres_url: str) -> None:
+    limits = QUICK._replace(chores_s=1000)
+    async with opened(postgres_url, queues=4, limits=limits) as adapter:
+        await adapter.enqueue([(queue, batch("x")) for queue in range(4)])
+    ask(postgres_url, COUNT_UPDATES)
+    async with opened(postgres_url, queues=4, limits=QUICK) as adapter:
+        receivers = [await adapter.open_receiver(queue) for queue in range(4)]
+        with psycopg.connect(postgres_url) as writer:  # another process that stores into queue 1
+            writer.execute("SELECT * FROM headrace_queue WHERE queue = 1 FOR UPDATE")
+            for receiver in receivers:
+                await receiver.acknowledge(1)
+            while ask(postgres_url, STORED) != [(0, 1), (1, 0), (2, 1), (3, 1)]:  # noqa: ASYNC110 (the server tells nobody)
+                await asyncio.sleep(0.01)
+        while ask(postgres_url, STORED) != [(queue, 1) for queue in range(4)]:  # noqa: ASYNC110 (the server tells nobody)
+            await asyncio.sleep(0.01)
+    updates = ask(postgres_url, "SELECT synchronous, count(*), count(DISTINCT xid) FROM updates GROUP BY 1")
+    assert updates == [("off", 4, 2)]
 
 
 async def test_waiting_publishes_share_transactions(postgres_url: str) -> None:
