@@ -90,7 +90,7 @@ class PostgresAdapter(QueueAdapter):
         self._committer = PostgresCommitter(place, provider, self._acknowledgements, self._offer, options.group_bytes)
         self._receivers: dict[int, set[PostgresReceiver]] = {}
         """By queue."""
-        self._watch = QueueWatch(place, provider, options.poll(), self._wake, self._committer.backend)
+        self._watch = QueueWatch(place, provider, options.poll(), self._wake, self._committer)
         self._background = BackgroundTasks()
         self._background.start(self._watch.run(), f"headrace postgres queues of {context.provider}")
         self._closing: asyncio.Task[None] | None = None

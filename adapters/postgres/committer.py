@@ -63,6 +63,8 @@ class PostgresCommitter:
         self._stopped = asyncio.Event()
         self._connection: Connection[TupleRow] | None = None
         self._backend = 0
+        self._is_away = False
+        """Whether the server could not be used at the last attempt."""
         threading.Thread(target=self._run, name="headrace-postgres-commit", daemon=True).start()
 
     def submit(self, call: WaitingCall) -> None:
@@ -85,6 +87,10 @@ class PostgresCommitter:
         """Return the number of the server's process that serves this committer, 0 if there is none."""
         return self._backend
 
+    def server_answers(self) -> None:
+        """The server has answered on another connection: store acknowledgements again."""
+        self._is_away = False
+
     async def aclose(self) -> None:
         """Store everything submitted, then stop."""
         self._kick.put(False)
@@ -105,7 +111,8 @@ class PostgresCommitter:
                     for calls in groups(self._take(), self._group_bytes):
                         self._store(calls)
                 if not going or time.monotonic() >= chores_at:
-                    self._store_acknowledgements(wait=not going)
+                    if not self._is_away:  # else each attempt could take seconds, and new calls would wait for it
+                        self._store_acknowledgements(wait=not going)
                     chores_at = time.monotonic() + self._limits.chores_s
         finally:
             self._drop_connection()
@@ -196,6 +203,7 @@ class PostgresCommitter:
         if self._connection is None:
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
             self._connection = self._place.connect(left_s)
+            self._is_away = False
             self._backend = 0 if self._place.pooler else self._connection.info.backend_pid
         self._begin_deadline(self._connection)
         return self._connection
@@ -216,6 +224,7 @@ class PostgresCommitter:
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
+        self._is_away = True
         self._backend = 0  # the server may give the number to another process
         if connection is not None:
             connection.close()

@@ -12,6 +12,7 @@ from psycopg.rows import TupleRow
 
 from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, StorageError
+from .committer import PostgresCommitter
 from .connecting import DatabasePlace
 from .queries import rows
 from .schema import ProviderRow
@@ -35,16 +36,16 @@ class QueueWatch:
         provider: ProviderRow,
         poll_s: float,
         changed: Callable[[int | None], None],
-        publisher: Callable[[], int],
+        committer: PostgresCommitter,
     ) -> None:
-        """`publisher` returns the number of the server's process that serves this adapter's own commits: the adapter
-        notes them itself, and offers their batches to its receivers first."""
+        """The adapter notes the commits of its own `committer` itself, and offers their batches to its receivers
+        first. The committer learns from the watch that the server answers."""
         self.fault: HeadraceError | None = None
         self._place = place
         self._provider = provider
         self._poll_s = poll_s
         self._changed = changed
-        self._publisher = publisher
+        self._committer = committer
         self._ends: dict[int, int] = {}
 
     def end(self, queue: int) -> int:
@@ -78,6 +79,7 @@ class QueueWatch:
             while True:
                 async with self._answer_time():
                     await self._poll(connection)
+                self._committer.server_answers()
                 backoff.reset()
                 self._recovered()
                 if self._place.pooler:
@@ -92,7 +94,7 @@ class QueueWatch:
 
     async def _listen(self, connection: AsyncConnection[TupleRow]) -> None:
         async for notification in connection.notifies(timeout=self._poll_s):
-            if notification.pid == self._publisher():
+            if notification.pid == self._committer.backend():
                 continue
             ends = _ends(notification.payload)
             for queue, end in ends.items():

@@ -22,7 +22,7 @@ from headrace.adapters.postgres.committer import PostgresCommitter
 from headrace.adapters.postgres.connecting import DatabasePlace
 from headrace.adapters.postgres.group import WaitingCall
 from headrace.adapters.postgres.options import PostgresOptions
-from headrace.adapters.postgres.schema import register
+from headrace.adapters.postgres.schema import ProviderRow, register
 from headrace.adapters.receiving import QueueReceiver
 from headrace.streams.errors import StorageError
 from headrace.streams.identity import SequenceToken
@@ -166,6 +166,31 @@ async def test_an_unexpected_error_of_acknowledgements_ends_neither_publishing_n
     await asyncio.wait_for(committer.aclose(), 20)
 
 
+async def test_acknowledgements_do_not_hold_up_publishes_while_the_server_is_away() -> None:
+    """They are tried again when the server has answered on another connection."""
+    attempts = 0
+
+    def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.transport.abort()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"postgresql://127.0.0.1:{server.sockets[0].getsockname()[1]}/db?sslmode=disable&gssencmode=disable"
+        acknowledgements = PendingAcknowledgements()
+        place, provider = DatabasePlace(PostgresOptions(url=url), QUICK), ProviderRow(1, "x", 1)
+        committer = PostgresCommitter(place, provider, acknowledgements, lambda _: None, group_bytes=1)
+        acknowledgements.note(0, 1)
+        for attempt in (1, 2):
+            async with asyncio.timeout(20):
+                while attempts < attempt:  # noqa: ASYNC110 (the thread tells nobody)
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(5 * QUICK.chores_s)
+            assert attempts == attempt
+            committer.server_answers()
+        await asyncio.wait_for(committer.aclose(), 20)
+
+
 async def committer_at(
     url: str, limits: PostgresLimits, acknowledgements: PendingAcknowledgements | None = None
 ) -> PostgresCommitter:
@@ -239,14 +264,14 @@ async def test_readers_do_not_stay_on_a_standby(own_server: PostgresServer) -> N
     async with opened(own_server.url, provider="standby", poll_s=0.05) as adapter:
         await adapter.enqueue([(0, batch("stored"))])
         receiver = await adapter.open_receiver(0)
-        await asyncio.to_thread(own_server.kill)
+        await asyncio.to_thread(own_server.stop)
         standby.touch()
         await asyncio.to_thread(own_server.start)
         with pytest.raises(StorageError, match="is a standby"):
             await after_outage(lambda: adapter.bounds(0))
         with pytest.raises(StorageError, match="is a standby"):
             await after_outage(lambda: receiver.receive(ANY, ANY))
-        await asyncio.to_thread(own_server.kill)
+        await asyncio.to_thread(own_server.stop)
         standby.unlink()
         await asyncio.to_thread(own_server.start)
         assert await asyncio.wait_for(drain(receiver, 1), 60) == ["stored"]
