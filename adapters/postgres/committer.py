@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVarTuple
 
@@ -169,7 +170,7 @@ class PostgresCommitter:
                     if self._was_stored(uncertain, connection):
                         return uncertain
                     uncertain = None
-                attempt.prepare(connection, self._encoder)
+                attempt.prepare(connection, self._encoder, partial(self._renew_deadline, connection, attempt.calls))
                 committing = not attempt.is_empty
                 if committing:
                     self._begin_deadline(connection)
@@ -211,6 +212,16 @@ class PostgresCommitter:
     def _begin_deadline(self, connection: Connection[TupleRow]) -> None:
         if isinstance(connection, BoundedConnection) and connection.deadline is not None:
             connection.deadline.begin()
+
+    def _renew_deadline(self, connection: Connection[TupleRow], calls: Sequence[WaitingCall]) -> None:
+        """Allow the next part of a large commit its own time. Raises StorageError if the calls have no time left."""
+        if max(call.deadline for call in calls) <= time.monotonic():
+            nbytes = sum(call.nbytes for call in calls)
+            raise StorageError(
+                f"{self._place.shown}: {nbytes:,} bytes of one commit could not be stored in the time that publishes "
+                "have: publish fewer events in one call, or raise publish_timeout_s"
+            )
+        self._begin_deadline(connection)
 
     def _after_failure(self, failure: BaseException) -> None:
         """End the transaction that failed. If that does not work, or after an outage, drop the connection."""

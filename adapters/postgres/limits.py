@@ -21,6 +21,8 @@ class PostgresLimits(NamedTuple):
     literal_bytes: int = 32 << 10
     """Up to this number of bytes, a commit has its records in the text of its last statement, not in a `COPY`: this
     saves two round trips."""
+    copy_bytes: int = 4 << 20
+    """About so many bytes are sent by one `COPY`. Each has `request_s` to end."""
     counted_blocks: int = 256
     """Number of blocks whose events are counted one by one. The events of later blocks are estimated."""
     drop_wait_s: float = 0.2

@@ -6,7 +6,7 @@ order; `COPY` the blocks; write the ends of the queues, notify, and commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from psycopg import Connection
@@ -17,6 +17,7 @@ from ..group_commit import Outcome
 from ..log.blocks import BlockEncoder
 from .connecting import timeouts_ms
 from .group import (
+    CHUNK_BYTES,
     ChunkRow,
     EnqueueGroup,
     GroupWrites,
@@ -53,8 +54,12 @@ class GroupTransaction:
         """Whether nothing has to be written, because all calls are duplicates or conflicts."""
         return self.writes is not None and not self.writes.rows and not self.writes.producers
 
-    def prepare(self, connection: Connection[TupleRow], encoder: BlockEncoder) -> None:
-        """Lock, and decide about each call. Raises psycopg.Error: then nothing is stored."""
+    def prepare(self, connection: Connection[TupleRow], encoder: BlockEncoder, before_copy: Callable[[], None]) -> None:
+        """Lock the rows, decide about each call, and send the blocks if they are large.
+
+        `before_copy` is called before each `COPY`, to renew the deadline of the connection, or to raise. Raises
+        psycopg.Error. If this raises, nothing is stored.
+        """
         tails, producers, now_us = self._lock(connection)
         group = EnqueueGroup(tails, producers, now_us)
         self.outcomes = [group.add(call) for call in self.calls]
@@ -65,8 +70,11 @@ class GroupTransaction:
         if self.writes.nbytes() > self._limits.literal_bytes:
             for segment, rows in self.writes.rows.items():
                 statement = f"COPY {self._table(segment)} ({COLUMNS}) FROM STDIN (FORMAT BINARY)"
-                with connection.cursor().copy(statement.encode()) as copy:
-                    copy.write(copy_binary(rows))
+                size = max(self._limits.copy_bytes // CHUNK_BYTES, 1)
+                for start in range(0, len(rows), size):
+                    before_copy()
+                    with connection.cursor().copy(statement.encode()) as copy:
+                        copy.write(copy_binary(rows[start : start + size]))
 
     def commit(self, connection: Connection[TupleRow]) -> None:
         """Write, and commit. Raises psycopg.Error."""

@@ -122,6 +122,36 @@ async def test_too_much_that_waits_is_refused(postgres_url: str) -> None:
         await asyncio.gather(*calls)
 
 
+def slow_down(url: str, table: str, seconds: float) -> None:
+    """Make each chunk take so long."""
+    ask(
+        url,
+        f"""
+        CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql
+        AS $$ BEGIN PERFORM pg_sleep({seconds}); RETURN NEW; END $$;
+        CREATE TRIGGER slow BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION slow()
+        """,
+    )
+
+
+async def test_a_large_call_may_take_longer_than_one_statement(postgres_url: str) -> None:
+    limits = QUICK._replace(copy_bytes=160_000)
+    async with opened(postgres_url, limits=limits, publish_timeout_s=60) as adapter:
+        slow_down(postgres_url, tables(postgres_url)[0], 1.5 * limits.request_s / 76)
+        await asyncio.wait_for(adapter.enqueue([(0, large(number)) for number in range(30)]), 60)
+        assert numbers(await received(await adapter.open_receiver(0), 30)) == list(range(30))
+
+
+async def test_a_call_that_is_too_large_for_its_time_is_an_error_that_says_so(postgres_url: str) -> None:
+    limits = QUICK._replace(copy_bytes=8_000)
+    async with opened(postgres_url, limits=limits, publish_timeout_s=0.5) as adapter:
+        await adapter.enqueue([(0, batch("connect"))])
+        slow_down(postgres_url, tables(postgres_url)[0], 0.1)
+        with pytest.raises(StorageError, match=r"bytes of one commit could not be stored .* publish fewer events"):
+            await adapter.enqueue([(0, large(number)) for number in range(30)])
+        assert await adapter.bounds(0) == (0, 1)
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
