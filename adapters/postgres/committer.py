@@ -180,8 +180,8 @@ class PostgresCommitter:
                 raise StorageError(f"{self._place.shown} does not have the queues of this provider any more") from None
             except (psycopg.Error, StorageError) as error:
                 failure = error
-            if committing:
-                uncertain = attempt
+            if committing and _ends_connection(failure):
+                uncertain = attempt  # else the server has answered that it stored nothing
             self._after_failure(failure)
             explained = self._failure(failure, uncertain=uncertain is not None)
             if not _is_passing(failure):
@@ -279,8 +279,12 @@ class PostgresCommitter:
 
 def _is_passing(failure: psycopg.Error | StorageError) -> bool:
     """Whether the same transaction may succeed later: the server is away, or others hold locks."""
-    if isinstance(failure, StorageError) or failure.sqlstate in _CONFLICTS:
-        return True
-    state = failure.sqlstate
-    # No state: no answer. 08, 57P: the connection was ended. 25: a standby. 53: no connection or memory is left.
-    return state is None or state[:2] in ("08", "25", "53") or state.startswith("57P")
+    state = failure.sqlstate if isinstance(failure, psycopg.Error) else None
+    # 25: a standby. 53: no connection, memory or disk is left.
+    return _ends_connection(failure) or state in _CONFLICTS or (state or "")[:2] in ("25", "53")
+
+
+def _ends_connection(failure: psycopg.Error | StorageError) -> bool:
+    """Whether the connection was ended. Then a commit may be stored or not."""
+    state = failure.sqlstate if isinstance(failure, psycopg.Error) else None
+    return state is None or state.startswith(("08", "57P"))

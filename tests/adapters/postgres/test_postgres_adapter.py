@@ -152,6 +152,21 @@ async def test_a_call_that_is_too_large_for_its_time_is_an_error_that_says_so(po
         assert await adapter.bounds(0) == (0, 1)
 
 
+async def test_events_that_the_server_refuses_to_commit_are_not_called_uncertain(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        ask(
+            postgres_url,
+            """
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not today'; END $$;
+            CREATE TRIGGER refuse BEFORE UPDATE ON headrace_queue FOR EACH ROW EXECUTE FUNCTION refuse()
+            """,
+        )
+        with pytest.raises(StorageError, match="not today") as caught:
+            await adapter.enqueue([(0, batch("x"))])
+        assert "may or may not" not in str(caught.value)
+        assert await adapter.bounds(0) == (0, 0)
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
