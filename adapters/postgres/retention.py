@@ -10,6 +10,7 @@ import psycopg
 from psycopg import AsyncConnection, sql
 from psycopg.rows import TupleRow
 
+from ...streams.errors import StorageError
 from .limits import PostgresLimits
 from .options import PostgresOptions
 from .queries import rows
@@ -79,8 +80,10 @@ class PostgresRetention:
         self._forgotten_us = 0
 
     async def apply(self, connection: AsyncConnection[TupleRow], watermarks: Mapping[int, int]) -> None:
-        """Begin and drop segments, and forget producers. Raises psycopg.Error."""
+        """Begin and drop segments, and forget producers. Raises psycopg.Error, StorageError."""
         segments = await self._segments(connection)
+        if not segments:
+            raise StorageError("the database does not have the queues of this provider any more")
         ((nbytes,),) = await rows(connection, _TOTAL, self._provider.provider)
         ((now_us,),) = await rows(connection, "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
         chosen = plan(segments, nbytes, self._options, watermarks, now_us)

@@ -333,6 +333,13 @@ async def test_retention_drops_segments_and_a_reader_behind_gets_one_gap(postgre
         assert 20_000 * (20 - first) < statistics.bytes < 20_000 * (21 - first)
 
 
+async def test_retention_of_queues_that_are_gone_is_an_error_that_says_so(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        ask(postgres_url, "DELETE FROM headrace_segment")
+        with pytest.raises(StorageError, match="does not have the queues of this provider any more"):
+            await adapter.apply_retention({})
+
+
 async def test_a_start_by_time_skips_no_retained_batch_while_a_segment_is_dropped(postgres_url: str) -> None:
     async with opened(postgres_url, **SMALL_SEGMENTS) as adapter:
         for number in range(20):
