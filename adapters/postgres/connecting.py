@@ -19,7 +19,7 @@ from .options import PostgresOptions, check_url
 
 LOST_CONNECTION = psycopg.OperationalError, psycopg.InterfaceError
 _OLDEST_VERSION = 140000
-_FULL = frozenset({"53100", "53200"})
+_DISK_FULL = "53100"
 _SERVER = """
     SELECT pg_is_in_recovery(), current_setting('transaction_read_only'), current_setting('synchronous_commit'),
     current_setting('fsync')
@@ -150,7 +150,7 @@ class DatabasePlace:
         if isinstance(error, TimeoutError):
             text = f"no answer within {self.limits.request_s:g} s"
         state = getattr(error, "sqlstate", None)
-        if state in _FULL:
+        if state == _DISK_FULL:
             return StorageFull(f"{self.shown}: {text}")
         if state == "42501":
             return StorageError(f"{self.shown}: {text}: GRANT the role CREATE on the schema, and its tables")

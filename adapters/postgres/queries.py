@@ -26,18 +26,25 @@ class QueryConnections:
         self._place = place
         self._idle: list[AsyncConnection[TupleRow]] = []
         self._free = asyncio.Semaphore(place.limits.connections)
+        self._limit_s = place.limits.request_s + 1
+        """The server ends statements after `request_s`, so it is not answering if this is over."""
+        self._ended_well = 0
+        """Number of works that have returned a result."""
         self._tasks = BackgroundTasks()
         self._closed = False
 
     async def run(self, work: Work[_T]) -> _T:
         """Run `work` with a connection, in a task that goes on if the caller is cancelled.
 
-        `work` runs again if a connection that was idle turns out to be broken, so it must not matter if it is done
-        twice. Raises StorageError.
+        `work` runs again if a connection that was idle turns out to be broken, so it must be idempotent. Raises
+        StorageError if it takes longer than `request_s`. The time for which it waits for a free connection does not
+        count, as long as the work of others ends.
         """
-        task = self._tasks.hold(self._run(work), "headrace postgres query")
-        await asyncio.wait({task}, timeout=self._place.limits.request_s + 1)
         with self._place.translated():
+            await self._acquire()
+            task = self._tasks.hold(self._run(work), "headrace postgres query")
+            task.add_done_callback(self._release)
+            await asyncio.wait({task}, timeout=self._limit_s)
             if not task.done():
                 task.cancel()
                 raise TimeoutError
@@ -45,18 +52,37 @@ class QueryConnections:
                 raise psycopg.OperationalError("the query was ended, because the adapter is closed")
             return task.result()
 
+    async def _acquire(self) -> None:
+        """Wait for a free connection. Raise TimeoutError if no other work has ended well for too long."""
+        while True:
+            before = self._ended_well
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    await self._free.acquire()
+            except TimeoutError:
+                if self._ended_well == before:
+                    raise
+            else:
+                return
+
+    def _release(self, task: asyncio.Task[object]) -> None:
+        self._free.release()
+        if not task.cancelled() and task.exception() is None:
+            self._ended_well += 1
+
     async def _run(self, work: Work[_T]) -> _T:
-        async with self._free:
-            while True:
-                used = bool(self._idle)
-                connection = self._idle.pop() if used else await self._place.connect_async()
-                try:
-                    return await work(connection)
-                except LOST_CONNECTION:
-                    if not used or not connection.closed:
-                        raise
-                finally:
-                    self._put_back(connection)
+        if self._closed:
+            raise asyncio.CancelledError
+        while True:
+            used = bool(self._idle)
+            connection = self._idle.pop() if used else await self._place.connect_async()
+            try:
+                return await work(connection)
+            except LOST_CONNECTION:
+                if not used or not connection.closed:
+                    raise
+            finally:
+                self._put_back(connection)
 
     def _put_back(self, connection: AsyncConnection[TupleRow]) -> None:
         idle = connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
