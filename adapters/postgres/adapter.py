@@ -186,7 +186,7 @@ class PostgresAdapter(QueueAdapter):
         return await self._reads.backlog(queue, offset)
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
-        """See QueueAdapter. Deletes whole segments, so batches stay longer than the settings say."""
+        """See QueueAdapter. Deletes whole segments: the settings are kept to within a segment."""
         self._check_open()
         await self._connections.run(lambda connection: self._retention.apply(connection, watermarks))
 

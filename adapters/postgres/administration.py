@@ -51,9 +51,9 @@ def _opened(url: str) -> Generator[Connection[TupleRow]]:
 
 
 def migrate(url: str) -> bool:
-    """Create the tables, or bring them to this version. Return whether something changed.
+    """Create the tables. Return whether this changed something: they may be there already.
 
-    Raises InvalidArgument, StorageError, DataDirectoryError.
+    Raises InvalidArgument, StorageError, DataDirectoryError if the tables have another version.
     """
     with _opened(url) as connection:
         return schema.migrate(connection)

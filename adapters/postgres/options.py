@@ -45,7 +45,8 @@ class PostgresOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Delete segments whose batches are all older than this, in seconds. None: do not delete by age."""
 
     retain_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
-    """Delete the oldest segments while all queues together hold more bytes than this. None: do not delete by size."""
+    """Delete the oldest segments while all queues together hold more bytes than this. So they keep up to one segment
+    less. None: do not delete by size."""
 
     retain_unfinished: bool = True
     """True: never delete batches that a subscription has not finished. False: delete them too, and leave a gap

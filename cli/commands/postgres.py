@@ -23,7 +23,7 @@ def command() -> None:
 @click.argument("url")
 @json_option
 def migrate(*, url: str, as_json: bool) -> None:
-    """Create the tables in the database at URL, or bring them to this version."""
+    """Create the tables in the database at URL, if they are missing."""
     administration, schema = _modules()
     changed = administration.migrate(url)
     if as_json:
