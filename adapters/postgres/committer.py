@@ -58,12 +58,12 @@ class PostgresCommitter:
         self._loop = asyncio.get_running_loop()
         self._calls: deque[WaitingCall] = deque()
         self._pending_bytes = 0
-        self._kicked = False
-        self._kick: SimpleQueue[bool] = SimpleQueue()
+        self._wake_scheduled = False
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._encoder = BlockEncoder()
         self._stopped = asyncio.Event()
         self._connection: Connection[TupleRow] | None = None
-        self._backend = 0
+        self._backend_pid = 0
         self._is_away = False
         """Whether the server could not be used at the last attempt."""
         threading.Thread(target=self._run, name="headrace-postgres-commit", daemon=True).start()
@@ -79,14 +79,14 @@ class PostgresCommitter:
             )
         self._pending_bytes += call.nbytes
         self._calls.append(call)
-        if not self._kicked:
+        if not self._wake_scheduled:
             # At the end of this turn of the loop, so that calls of other tasks in the same turn share the commit.
-            self._kicked = True
+            self._wake_scheduled = True
             self._loop.call_soon(self._start)
 
-    def backend(self) -> int:
-        """Return the number of the server's process that serves this committer, 0 if there is none."""
-        return self._backend
+    def backend_pid(self) -> int:
+        """Return the pid of the server process of this committer's connection, 0 if there is none."""
+        return self._backend_pid
 
     def server_answers(self) -> None:
         """The server has answered on another connection: store acknowledgements again."""
@@ -94,27 +94,27 @@ class PostgresCommitter:
 
     async def aclose(self) -> None:
         """Store everything submitted, then stop."""
-        self._kick.put(False)
+        self._wakes.put(False)
         await self._stopped.wait()
 
     def _start(self) -> None:
-        self._kicked = False
-        self._kick.put(True)
+        self._wake_scheduled = False
+        self._wakes.put(True)
 
     # ---- in the committer's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        going, chores_at = True, time.monotonic() + self._limits.chores_s
+        running, acknowledge_at = True, time.monotonic() + self._limits.acknowledge_s
         try:
-            while going and not self._loop.is_closed():
-                going = self._wait(chores_at)
+            while running and not self._loop.is_closed():
+                running = self._wait(acknowledge_at)
                 while self._calls:
                     for calls in groups(self._take(), self._group_bytes):
                         self._store(calls)
-                if not going or time.monotonic() >= chores_at:
+                if not running or time.monotonic() >= acknowledge_at:
                     if not self._is_away:  # else each attempt could take seconds, and new calls would wait for it
-                        self._store_acknowledgements(wait=not going)
-                    chores_at = time.monotonic() + self._limits.chores_s
+                        self._store_acknowledgements(wait=not running)
+                    acknowledge_at = time.monotonic() + self._limits.acknowledge_s
         finally:
             self._drop_connection()
             self._tell_loop(self._stopped.set)
@@ -126,7 +126,7 @@ class PostgresCommitter:
 
     def _wait(self, until: float) -> bool:
         try:
-            return self._kick.get(timeout=max(until - time.monotonic(), 0))
+            return self._wakes.get(timeout=max(until - time.monotonic(), 0))
         except Empty:
             return True
 
@@ -137,7 +137,7 @@ class PostgresCommitter:
     def _store(self, calls: Sequence[WaitingCall]) -> None:
         waiting = list(calls)
         try:
-            stored = self._persistently(waiting)
+            stored = self._store_with_retries(waiting)
         except HeadraceError as error:
             self._fail(waiting, error)
         except Exception as error:
@@ -153,7 +153,7 @@ class PostgresCommitter:
         grown: CommittedGrowth = {}
         self._tell_loop(self._answer, calls, [error.copy() for _ in calls], grown)
 
-    def _persistently(self, waiting: list[WaitingCall]) -> GroupTransaction | None:
+    def _store_with_retries(self, waiting: list[WaitingCall]) -> GroupTransaction | None:
         """Store a group, and repeat while the server is away.
 
         A call whose deadline has passed fails and leaves `waiting`; if none is left, return None. Raises HeadraceError
@@ -184,7 +184,7 @@ class PostgresCommitter:
                 uncertain = attempt  # else the server has answered that it stored nothing
             self._after_failure(failure)
             explained = self._failure(failure, uncertain=uncertain is not None)
-            if not _is_passing(failure):
+            if not _is_transient(failure):
                 raise explained
             now = time.monotonic()
             self._fail([call for call in waiting if call.deadline <= now], explained)
@@ -205,7 +205,7 @@ class PostgresCommitter:
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
             self._connection = self._place.connect(left_s)
             self._is_away = False
-            self._backend = 0 if self._place.pooler else self._connection.info.backend_pid
+            self._backend_pid = 0 if self._place.pooler else self._connection.info.backend_pid
         self._begin_deadline(self._connection)
         return self._connection
 
@@ -236,7 +236,7 @@ class PostgresCommitter:
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         self._is_away = True
-        self._backend = 0  # the server may give the number to another process
+        self._backend_pid = 0  # the server may give the number to another process
         if connection is not None:
             connection.close()
 
@@ -277,7 +277,7 @@ class PostgresCommitter:
         self._on_answers(grown)
 
 
-def _is_passing(failure: psycopg.Error | StorageError) -> bool:
+def _is_transient(failure: psycopg.Error | StorageError) -> bool:
     """Whether the same transaction may succeed later: the server is away, or others hold locks."""
     state = failure.sqlstate if isinstance(failure, psycopg.Error) else None
     # 25: a standby. 53: no connection, memory or disk is left.

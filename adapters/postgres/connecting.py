@@ -153,7 +153,9 @@ class DatabasePlace:
         if state == _DISK_FULL:
             return StorageFull(f"{self.shown}: {text}")
         if state == "42501":
-            return StorageError(f"{self.shown}: {text}: GRANT the role CREATE on the schema, and its tables")
+            return StorageError(
+                f"{self.shown}: {text}: grant this role CREATE on the schema, and all rights on headrace's tables in it"
+            )
         return StorageError(f"{self.shown}: {text}")
 
 

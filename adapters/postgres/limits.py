@@ -10,7 +10,7 @@ class PostgresLimits(NamedTuple):
 
     request_s: float = 5.0
     """Seconds after which a statement without an answer has failed."""
-    chores_s: float = 1.0
+    acknowledge_s: float = 1.0
     """Interval of storing acknowledgements, in seconds."""
     connections: int = 4
     """Largest number of connections that read."""

@@ -79,6 +79,13 @@ class BlockRow(NamedTuple):
     time_us: int
 
 
+class CountedBlocks(NamedTuple):
+    """The number of events in blocks that follow one another, up to offset `end`."""
+
+    end: int
+    events: int
+
+
 class QueueReads:
     """Reads the queues of one provider. All methods raise StorageError."""
 
@@ -94,7 +101,8 @@ class QueueReads:
         return await self._connections.run(lambda connection: self._facts(connection, queue))
 
     async def _facts(self, connection: AsyncConnection[TupleRow], queue: int) -> QueueFacts:
-        # The row first: a segment that begins later is no contradiction, and a batch below `next` has a segment.
+        # Read the queue's row before the segments. Then every offset below `next` has a segment, even if a new one
+        # begins between the two queries.
         found = await rows(connection, _QUEUE, self._provider.provider, queue)
         segments: dict[int, list[SegmentStart]] = {}
         for number, *start in await rows(connection, _SEGMENTS, self._provider.provider):
@@ -117,7 +125,8 @@ class QueueReads:
 
         `before_us` is the commit time of the block before `position`, if the caller has read it. Raises StorageError if
         the server has another block there: it has lost the end of the queue, and stored other batches. Raises
-        CorruptRecord if the block at `position` is damaged or missing. All batches before it are returned first.
+        CorruptRecord if the block at `position` is damaged or missing. If a later block is damaged, return the batches
+        before it; the next call, which begins there, raises CorruptRecord.
         """
         return await self._connections.run(lambda connection: self._fetch(connection, queue, position, before_us))
 
@@ -295,7 +304,7 @@ class QueueReads:
         events = await self._events_in(connection, queue, facts, block, start)
         counted = await self._counted(connection, queue, facts, end)
         if counted is not None:
-            events, end = events + counted.events, counted.first
+            events, end = events + counted.events, counted.end
         left = facts.next - end
         oldest = facts.segments[0]
         if left:
@@ -318,22 +327,22 @@ class QueueReads:
 
     async def _counted(
         self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, start: int
-    ) -> BlockRow | None:
-        """Count the events of some blocks of a segment from offset `start` on. `first` is the end of these blocks."""
+    ) -> CountedBlocks | None:
+        """Count the events of some blocks of a segment from offset `start` on. None: there are none."""
         holding = facts.segment_holding(start)
         if holding is None or start >= facts.next:
             return None
         query = f"""
-            SELECT max(first + batches), sum(batches), sum(events), max(time_us) FROM (
-                SELECT first, batches, events, time_us FROM {segment_table(self._provider.provider, holding.segment)}
+            SELECT max(first + batches), sum(events) FROM (
+                SELECT first, batches, events FROM {segment_table(self._provider.provider, holding.segment)}
                 WHERE queue = %s AND first >= %s AND part = 0 ORDER BY first LIMIT {self._limits.counted_blocks}
             ) AS counted
         """  # noqa: S608 (numbers)
         try:
-            ((end, batches, events, time_us),) = await rows(connection, query, queue, start)
+            ((end, events),) = await rows(connection, query, queue, start)
         except psycopg.errors.UndefinedTable:
             return None
-        return None if end is None else BlockRow(min(end, facts.next), int(batches), int(events), time_us)
+        return None if end is None else CountedBlocks(min(end, facts.next), int(events))
 
 
 def _block(record: bytes, place: BlockPlace, batches: int, position: int) -> Block:

@@ -46,16 +46,18 @@ class PostgresReceiver(QueueReceiver):
         self._before_us = before_us
         """Commit time of the block before the position, after the fetched batches are taken. None: not known. If the
         server has another block there, it has lost the end of the queue, and stored other batches."""
-        self._behind = position < first
+        self._is_before_first = position < first
         self._on_close = on_close
         self._fetched: deque[EventBatch] = deque()
         self._fetching: asyncio.Task[Fetched] | None = None
         self._tasks = BackgroundTasks()
         self._changed = asyncio.Event()
         self._accept: Accept | None = None
-        self._waiting = self._accepted = False
+        self._waiting = False
+        self._accepted = False
+        """Whether batches were accepted while the present `receive` waited."""
         self._closed = False
-        self._check_end = False
+        self._may_be_truncated = False
         """Whether the queue may have lost its end."""
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
@@ -67,7 +69,7 @@ class PostgresReceiver(QueueReceiver):
             if self._fetching is None and (fault := self._queue.fault()) is not None:
                 raise fault.copy()
             end = self._queue.end()
-            if self._fetching is not None or self._position < end or self._behind or self._check_end:
+            if self._fetching is not None or self._position < end or self._is_before_first or self._may_be_truncated:
                 if (gap := await self._fetch()) is not None:
                     return gap
             elif await self._wait():
@@ -88,7 +90,7 @@ class PostgresReceiver(QueueReceiver):
 
     def _begin_fetch(self) -> asyncio.Task[Fetched]:
         if self._fetching is None:
-            self._check_end = False  # not after the fetch: `wake` may set it meanwhile
+            self._may_be_truncated = False  # not after the fetch: `wake` may set it meanwhile
             name = f"headrace postgres read of queue {self._queue.number}"
             self._fetching = self._tasks.hold(_fetched(self._queue, self._position, self._before_us), name)
         return self._fetching
@@ -102,9 +104,9 @@ class PostgresReceiver(QueueReceiver):
         try:
             batches, end, gap, time_us = task.result()
         except HeadraceError:
-            self._check_end = True  # until a fetch succeeds
+            self._may_be_truncated = True  # until a fetch succeeds
             raise
-        self._behind = False
+        self._is_before_first = False
         self._before_us = time_us
         if gap is not None:
             self._position = end
@@ -136,8 +138,8 @@ class PostgresReceiver(QueueReceiver):
 
     def wake(self) -> None:
         """The queue, or the state of the server, may have changed."""
-        self._check_end = self._check_end or self._position > self._queue.end()
-        if self._check_end or self._position < self._queue.end() or self._queue.fault() is not None:
+        self._may_be_truncated = self._may_be_truncated or self._position > self._queue.end()
+        if self._may_be_truncated or self._position < self._queue.end() or self._queue.fault() is not None:
             self._changed.set()
 
     async def acknowledge(self, offset: int) -> None:

@@ -28,7 +28,7 @@ _SEGMENTS = """
 
 
 class Segment(NamedTuple):
-    """A segment, with where each queue begins in it."""
+    """A segment, and the first offset of each queue in it."""
 
     number: int
     begun_us: int
@@ -49,7 +49,7 @@ def plan(
 ) -> RetentionPlan:
     """Decide by the segments, oldest first, and by the bytes that all queues have ever stored.
 
-    The newest segment is never dropped. A segment goes only after all that are older.
+    The newest segment is never dropped. A segment is dropped only after all older ones.
     """
     newest = segments[-1]
     age_us = None if options.retain_age_s is None else round(options.retain_age_s * 1_000_000)
@@ -131,7 +131,7 @@ class PostgresRetention:
             )
 
     async def _drop(self, connection: AsyncConnection[TupleRow], number: int) -> bool:
-        """Drop a segment. Return False if it is in use for so long that its readers would have to wait."""
+        """Drop a segment. Return False if its lock is not free within `drop_wait_s`, because of readers."""
         provider = self._provider.provider
         wait = sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(round(self._limits.drop_wait_s * 1000)))
         table = sql.Identifier(segment_table(provider, number))

@@ -94,7 +94,7 @@ class QueueWatch:
 
     async def _listen(self, connection: AsyncConnection[TupleRow]) -> None:
         async for notification in connection.notifies(timeout=self._poll_s):
-            if notification.pid == self._committer.backend():
+            if notification.pid == self._committer.backend_pid():
                 continue
             ends = _ends(notification.payload)
             for queue, end in ends.items():

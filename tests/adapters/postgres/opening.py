@@ -14,7 +14,7 @@ from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
 
 ANY = 1 << 30
-QUICK = PostgresLimits(request_s=2.0, chores_s=0.05)
+QUICK = PostgresLimits(request_s=2.0, acknowledge_s=0.05)
 
 
 @asynccontextmanager

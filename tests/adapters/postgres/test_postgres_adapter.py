@@ -87,7 +87,7 @@ async def test_calls_over_many_queues_from_several_processes_do_not_deadlock(pos
 
 
 async def test_acknowledgements_of_all_queues_are_one_transaction_that_waits_for_nobody(postgres_url: str) -> None:
-    limits = QUICK._replace(chores_s=1000)
+    limits = QUICK._replace(acknowledge_s=1000)
     async with opened(postgres_url, queues=4, limits=limits) as adapter:
         await adapter.enqueue([(queue, batch("x")) for queue in range(4)])
     ask(postgres_url, COUNT_UPDATES)

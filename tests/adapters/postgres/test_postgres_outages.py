@@ -139,9 +139,9 @@ async def test_each_call_fails_at_its_own_deadline_and_later_ones_of_its_group_a
     await asyncio.to_thread(own_server.start)
     (receipt,) = await asyncio.wait_for(late, 60)
     assert receipt.token == SequenceToken(0)  # the other one was not stored
-    assert committer.backend()
+    assert committer.backend_pid()
     await committer.aclose()
-    assert not committer.backend()  # the server may give the number to another process
+    assert not committer.backend_pid()  # the server may give the number to another process
 
 
 async def test_a_connection_is_not_waited_for_when_no_time_is_left() -> None:
@@ -161,7 +161,7 @@ class BrokenAcknowledgements(PendingAcknowledgements):
 async def test_an_unexpected_error_of_acknowledgements_ends_neither_publishing_nor_closing(postgres_url: str) -> None:
     broken = BrokenAcknowledgements()
     committer = await committer_at(postgres_url, QUICK, broken)
-    await asyncio.sleep(4 * QUICK.chores_s)
+    await asyncio.sleep(4 * QUICK.acknowledge_s)
     assert await asyncio.wait_for(submitted(committer, "stored", timeout_s=20), 20)
     await asyncio.wait_for(committer.aclose(), 20)
 
@@ -185,7 +185,7 @@ async def test_acknowledgements_do_not_hold_up_publishes_while_the_server_is_awa
             async with asyncio.timeout(20):
                 while attempts < attempt:  # noqa: ASYNC110 (the thread tells nobody)
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(5 * QUICK.chores_s)
+            await asyncio.sleep(5 * QUICK.acknowledge_s)
             assert attempts == attempt
             committer.server_answers()
         await asyncio.wait_for(committer.aclose(), 20)
