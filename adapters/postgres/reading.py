@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import psycopg
@@ -21,6 +22,7 @@ from .limits import PostgresLimits
 from .queries import QueryConnections, rows
 from .schema import ProviderRow, segment_table
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EVERYTHING = ReadBudget(1 << 60, 1 << 60)
 _QUEUE = """
     SELECT queue, next, acknowledged, events, bytes, time_us FROM headrace_queue WHERE provider = %s AND queue = %s
@@ -175,9 +177,11 @@ class QueueReads:
             return
         # Blocks that were stored later than the one that was read are new. Clocks may differ between servers.
         low = min(await self._offset_at(connection, queue, before_us + 1), position - 1)
+        block = await self._block(connection, queue, facts, low)
+        since = _EPOCH + timedelta(microseconds=min(before_us + 1, before_us + 1 if block is None else block.time_us))
         raise StorageError(
             f"queue {queue} has lost its end: offsets from {low} to {position - 1} have other batches than those that "
-            f"were read: seek its subscriptions back to offset {low}"
+            f"were read: close the silos, seek their subscriptions back to {since.isoformat()}, and start them again"
         )
 
     async def _chunks(

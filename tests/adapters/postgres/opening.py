@@ -61,3 +61,11 @@ def tables(url: str) -> list[str]:
     query = "SELECT relname FROM pg_class WHERE relname LIKE 'headrace\\_b\\_%' AND relkind = 'r' AND "
     visible = "pg_table_is_visible(oid) ORDER BY relname"
     return [row[0] for row in ask(url, query + visible)]
+
+
+def replace_end(url: str, first: int) -> None:
+    """Remove the batches from offset `first` on, as a standby that was behind, or a backup."""
+    (table,) = tables(url)
+    ask(url, f"DELETE FROM {table} WHERE first >= {first}")
+    query = f"UPDATE headrace_queue SET next = {first}, time_us = (SELECT max(time_us) FROM {table})"
+    ask(url, query)

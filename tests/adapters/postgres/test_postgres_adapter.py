@@ -18,7 +18,7 @@ from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidAr
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
 from headrace.streams.publishing import ProducerSequence
-from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, tables, texts
+from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, replace_end, tables, texts
 
 END_CONNECTIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'headrace'"
 STORED = "SELECT queue, acknowledged FROM headrace_queue ORDER BY queue"
@@ -223,14 +223,6 @@ async def test_a_queue_that_has_lost_its_end_is_a_fault(postgres_url: str) -> No
         with pytest.raises(StorageError, match=re.escape("lost its end: offsets from 2 to 2")):
             await asyncio.wait_for(waiting, 20)
         assert await adapter.resume_at(0, 3) == 2
-
-
-def replace_end(url: str, first: int) -> None:
-    """Remove the batches from offset `first` on, as a standby that was behind, or a backup."""
-    (table,) = tables(url)
-    ask(url, f"DELETE FROM {table} WHERE first >= {first}")
-    query = f"UPDATE headrace_queue SET next = {first}, time_us = (SELECT max(time_us) FROM {table})"
-    ask(url, query)
 
 
 async def past_outage(receiver: QueueReceiver, receiving: asyncio.Future[Received] | None = None) -> Received:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import aclosing, closing
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from headrace.client.connection import GrpcTransport
 from headrace.effects import schema
 from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.options import ProviderOptions
-from tests.adapters.postgres.opening import tables
+from tests.adapters.postgres.opening import replace_end, tables
 from tests.client.silos import SiloProcess
 
 
@@ -99,6 +100,35 @@ async def test_retention_below_a_subscription_is_one_gap_record(postgres: dict[s
                 await asyncio.sleep(0.05)
         (gap,) = gaps
         assert (gap.low.offset, gap.high.offset) == (0, first)
+
+
+async def test_new_events_of_a_queue_that_lost_its_end_are_delivered_after_the_seek_that_the_fault_names(
+    postgres: dict[str, Any],
+    tmp_path: Path,
+    postgres_url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    postgres["queues"] = 1
+    async with Provider.open(tmp_path, **postgres) as provider:
+        subscription = await provider.subscribe("s", "orders/*", Collector(), start=Start.earliest())
+        stream = provider.stream("orders", "1")
+        for number in range(10):
+            await stream.publish(b"%d" % number)
+        await subscription.caught_up()
+        replace_end(postgres_url, 7)
+        for number in range(7, 15):
+            await stream.publish(b"new %d" % number)
+        async with asyncio.timeout(30):
+            while not (fault := re.search(r"offsets from 7 to 9 .* back to (\S+), and start", caplog.text)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    monkeypatch.setenv("PGPASSWORD", "not-a-secret")
+    async with Provider.open(tmp_path) as provider:
+        await provider.seek("s", Start.parse(fault[1]))
+        collector = Collector()
+        subscription = await provider.subscribe("s", "orders/*", collector, start=Start.earliest())
+        await subscription.caught_up()
+        assert collector.found == [b"new %d" % number for number in range(7, 15)]
 
 
 async def test_delayed_events_wait_in_the_control_store(postgres: dict[str, Any], tmp_path: Path) -> None:
