@@ -129,6 +129,8 @@ class WhyFacts:
     patterns: Sequence[str] = field(default=())
     """Without a subscription: the patterns of those that the caller may see."""
     store_error: str = ""
+    is_asked: bool = True
+    """Whether the facts are those of the process that may serve the subscription. False: of a data directory alone."""
 
 
 def explain(facts: WhyFacts) -> list[Cause]:
@@ -228,7 +230,9 @@ def _consumers(facts: WhyFacts) -> _Found:
     one = facts.subscription
     if one is None or not one.matches or one.position in (Position.RUNNING, Position.PAUSED):
         return
-    if one.served is False:
+    if one.served is False and not facts.is_asked:
+        yield "not_asked", f"subscription {one.name!r} has events that are not finished, as of its saved progress"
+    elif one.served is False:
         yield "not_served", f"subscription {one.name!r} has no handler and no consumer"
     elif one.served and not one.handler and _has_more(facts):
         yield from _idle(facts, one)

@@ -66,6 +66,10 @@ CAUSES: dict[str, CauseText] = {
         "No handler and no consumer takes events of the subscription.",
         "Start a silo with its handler, or attach a consumer.",
     ),
+    "not_asked": CauseText(
+        "The data directory has the saved progress alone: a process that serves the subscription was not asked.",
+        "If a silo serves it, ask the silo with --server; otherwise start one with its handler.",
+    ),
     "consumer_disconnected": CauseText(
         "The consumer that holds the stream has lost its connection; the silo waits for it.",
         "Let the consumer connect again, or wait until its session ends.",

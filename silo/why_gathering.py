@@ -53,11 +53,12 @@ async def explain_stream(
     *,
     is_visible: Callable[[SubscriptionDefinition], bool] = lambda _: True,
     queue: StreamQueueFacts | None = None,
+    is_asked: bool = True,
 ) -> list[StreamExplanation]:
     """Explain a stream for the subscription `name`, or for each that matches it.
 
     Only subscriptions that are visible are named. `queue` has the facts about an owner in another process; None: this
-    process has the queue.
+    process has the queue. `is_asked`: this process is the one that may serve the subscriptions.
     """
     index = provider.queues_with(stream)[0]
     visible, error = await visible_subscriptions(provider, is_visible)
@@ -69,6 +70,7 @@ async def explain_stream(
         asked_for=name,
         patterns=[one.selector.pattern for one in visible],
         store_error=error,
+        is_asked=is_asked,
     )
     if not chosen:
         return [StreamExplanation("", explain(facts))]

@@ -60,7 +60,7 @@ def _document(one: StreamExplanation) -> dict[str, Any]:
 async def _explain(place: ProviderPlace, stream: StreamId, name: str) -> Sequence[StreamExplanation]:
     if not isinstance(place, SiloPlace):
         async with opened(place) as provider:
-            return await explain_stream(provider, stream, name)
+            return await explain_stream(provider, stream, name, is_asked=False)
     from ...proto.v1 import observation_pb2 as pb  # noqa: PLC0415 (only --server needs it)
 
     request = pb.ExplainStreamRequest(provider=place.provider, subscription=name)

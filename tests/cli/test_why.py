@@ -30,9 +30,10 @@ def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.
     assert main(["why", "shop/1", "--data", str(data)]) == 0
     assert capsys.readouterr().out == (
         "shop/1, subscription bills\n"
-        "  not_served: No handler and no consumer takes events of the subscription.\n"
-        "    evidence: subscription 'bills' has no handler and no consumer\n"
-        "    do: Start a silo with its handler, or attach a consumer.\n"
+        "  not_asked: The data directory has the saved progress alone: a process that serves the subscription was not "
+        "asked.\n"
+        "    evidence: subscription 'bills' has events that are not finished, as of its saved progress\n"
+        "    do: If a silo serves it, ask the silo with --server; otherwise start one with its handler.\n"
     )
     assert main(["why", "shop/1", "--data", str(data), "--subscription", "none", "--json"]) == 0
     ((found),) = json.loads(capsys.readouterr().out)

@@ -66,6 +66,7 @@ ALONE = {
     "stream_paused": facts(of={"position": Position.PAUSED, "reason": "ValueError"}),
     "stream_retrying": facts(of={"position": Position.WAITING, "attempts": 3, "max_attempts": 8, "reason": "x"}),
     "not_served": facts(of={"served": False}),
+    "not_asked": facts(of={"served": False}, is_asked=False),
     "consumer_disconnected": facts(
         of={
             "position": Position.RUNNING,
