@@ -129,8 +129,8 @@ class EventBatch:
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         items = events if isinstance(events, list) else list(events)
         now = time.time_ns() // 1000 if now_us is None else now_us
-        one = len(items) == 1 and not trace
-        encoded = _encode_one(stream, items[0], now) if one else _encode(stream, items, now, trace)
+        one = len(items) == 1
+        encoded = _encode_one(stream, items[0], now, trace) if one else _encode(stream, items, now, trace)
         return cls(stream, encoded, len(items))
 
     @classmethod
@@ -171,7 +171,7 @@ class EventBatch:
 
     def trace(self) -> bytes:
         """Return the span that published the batch, as its field `trace` has it; empty if there is none."""
-        return layout.read_trace(self.encoded)
+        return layout.read_trace(self.encoded, self.stream.prefix if self.count == 1 else b"")
 
     def events(self, start: int = 0) -> list[Event]:
         """Return the events from index `start` on, with `stream` and `token` set."""
@@ -298,17 +298,17 @@ def _checked_priority(priority: Any) -> int:
     return priority
 
 
-def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
+def _encode_one(stream: StreamId, item: bytes | Event, now: int, trace: bytes) -> bytes:
     if type(item) is bytes:
         payload = item
     elif isinstance(item, Event) and type(item.payload) is bytes and not item.headers and not item.id:
         payload = item.payload
         now = now if item.timestamp_us is None else item.timestamp_us
     else:
-        return _encode(stream, [item], now)
+        return _encode(stream, [item], now, trace)
     _check_size(stream, len(payload))
     _check_times((now,))
-    return layout.write_one(stream.prefix, payload, now)
+    return layout.write_one(stream.prefix, payload, now, trace)
 
 
 def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int, trace: bytes = b"") -> bytes:

@@ -29,6 +29,7 @@ from opentelemetry.trace import (
     get_current_span,
     get_tracer,
     set_span_in_context,
+    use_span,
 )
 
 from .events import EventBatch
@@ -50,9 +51,13 @@ class Spans:
     def publishing(self, provider: str, stream: StreamId | None, count: int) -> Generator[bytes]:
         """A span around a publish. Yields the trace for the field `trace` of its batches."""
         attributes = _attributes("send", provider, stream, count)
-        with self._tracer.start_as_current_span(
-            f"send {provider}", kind=SpanKind.PRODUCER, attributes=attributes
-        ) as span:
+        span = self._tracer.start_span(f"send {provider}", None, SpanKind.PRODUCER, attributes)
+        if (
+            not span.is_recording()
+        ):  # not sampled: the current span stays, because making another one current takes long
+            yield encoded(span.get_span_context())
+            return
+        with use_span(span, end_on_exit=True):
             yield encoded(span.get_span_context())
 
     def handling(

@@ -96,7 +96,7 @@ def test_a_batch_without_timestamps_gets_the_silos_time_and_keeps_its_bytes():
 
 def test_fields_that_this_version_does_not_know_are_left_out():
     sent = batch("shop/1", b"a", timestamps_us=[1]).SerializeToString()
-    for unknown in (b"\x3a\x02hi", b"\x38\x01", b"\xaa\x06\x02hi"):
+    for unknown in (b"\x42\x02hi", b"\x38\x01", b"\xaa\x06\x02hi"):
         assert accepted(sent + unknown, NOW).encoded == sent
 
 
