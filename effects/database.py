@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from sqlalchemy import Connection, CursorResult, Engine, RootTransaction, text
+from sqlalchemy import Connection, CursorResult, Engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, AsyncTransaction
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported, Unavailable
@@ -36,8 +36,8 @@ _SQLITE_OUTAGES = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
 )  # fmt: skip
 """The file is locked, or it or its disk cannot be used."""
-_IN_ERROR = 3
-"""The transaction status `PQTRANS_INERROR` of libpq."""
+_IDLE, _IN_ERROR = 0, 3
+"""The transaction states `PQTRANS_IDLE` and `PQTRANS_INERROR` of libpq."""
 _JOINED = "rollback_only"
 """A session never commits the transaction of its connection."""
 
@@ -57,7 +57,7 @@ class EffectTransaction(ABC):
 
     @abstractmethod
     async def flush(self) -> None:
-        """Flush the session, and end it."""
+        """Flush the session, and end it. Raises InvalidArgument if the handler has ended the transaction."""
 
     @property
     @abstractmethod
@@ -155,29 +155,39 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
     try:
         yield opened
         await opened.flush()
-        if not _is_known_to_commit(_plain(connection), root):
-            await connection.execute(text("SELECT 1"))  # fails if the transaction has failed
+        if not tells_aborted(_plain(connection)):
+            await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         with outages():
             await root.commit()
     finally:
-        if root.is_active:
-            await root.rollback()
+        if connection.in_transaction():  # perhaps one that the handler has begun
+            await connection.rollback()
 
 
 class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
+        self._observed = ObservedTransaction(_plain(connection))
         self._session: AsyncSession | None = None
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._connection.run_sync(function, *args, **kwargs)
+        self._observed.refuse_ended()
+        try:
+            return await self._connection.run_sync(function, *args, **kwargs)
+        finally:
+            self._observed.observe()
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        return await self.session.run_sync(function, *args, **kwargs)
+        self._observed.refuse_ended()
+        try:
+            return await self.session.run_sync(function, *args, **kwargs)
+        finally:
+            self._observed.observe()
 
     async def flush(self) -> None:
+        self._observed.check()
         session, self._session = self._session, None
         if session is not None:
             await session.commit()
@@ -223,6 +233,7 @@ class _ThreadedTransaction(EffectTransaction):
         self._engine = engine
         self._threads = threads
         self._opened: Connection | None = None
+        self._observed: ObservedTransaction | None = None
         self._session: Session | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
@@ -245,15 +256,25 @@ class _ThreadedTransaction(EffectTransaction):
             with outages():
                 self._opened = self._engine.connect()
                 self._opened.begin()
+            self._observed = ObservedTransaction(self._opened)
         return self._opened
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._in_thread(lambda: function(self._connect(), *args, **kwargs))
+        return await self._in_thread(lambda: self._observing(lambda: function(self._connect(), *args, **kwargs)))
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        return await self._in_thread(lambda: function(self._joined(), *args, **kwargs))
+        return await self._in_thread(lambda: self._observing(lambda: function(self._joined(), *args, **kwargs)))
+
+    def _observing(self, function: Callable[[], R]) -> R:
+        if self._observed is not None:
+            self._observed.refuse_ended()
+        try:
+            return function()
+        finally:
+            if self._observed is not None:
+                self._observed.observe()
 
     def _joined(self) -> Session:
         if self._session is None:
@@ -261,10 +282,12 @@ class _ThreadedTransaction(EffectTransaction):
         return self._session
 
     async def flush(self) -> None:
-        if self._session is not None:
+        if self._observed is not None:
             await self._in_thread(self._end_session)
 
     def _end_session(self) -> None:
+        if self._observed is not None:
+            self._observed.check()
         session, self._session = self._session, None
         if session is not None:
             session.commit()
@@ -280,7 +303,8 @@ class _ThreadedTransaction(EffectTransaction):
         with connection:
             if commit:
                 self._end_session()
-                _check_commits(connection)
+                if not tells_aborted(connection):
+                    connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
                 connection.commit()
 
     @property
@@ -330,25 +354,63 @@ def _plain(connection: AsyncConnection) -> Connection:
     return plain
 
 
-def _check_commits(connection: Connection) -> None:
-    if not _is_known_to_commit(connection, connection.get_transaction()):
-        connection.execute(text("SELECT 1"))
+class ObservedTransaction:
+    """The transaction that is open on a connection, as its driver sees it. The handler must not end it: statements that
+    follow would be in another one, without the position of the stream."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._root = connection.get_transaction()
+        self._is_open = False
+        """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
+        self._was_ended = False
+
+    def observe(self) -> None:
+        """Look at the state of the driver's connection after statements of the handler."""
+        if self._connection.closed or self._connection.invalidated:
+            return
+        is_open = is_in_transaction(self._connection)
+        self._was_ended |= self._is_open and is_open is False
+        self._is_open |= is_open is True
+
+    def refuse_ended(self) -> None:
+        """Raise InvalidArgument if the handler has ended the transaction. Some drivers commit each statement then."""
+        if self._root is None or not self._root.is_active or self._was_ended:
+            raise InvalidArgument("the handler ended its transaction: return to commit it, raise to roll it back")
+
+    def check(self) -> None:
+        """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
+        transaction and the driver tells this: a COMMIT would roll back, and drivers do not report that."""
+        self.observe()
+        self.refuse_ended()
+        if transaction_status(self._connection) == _IN_ERROR:
+            raise InvalidArgument(
+                "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
+                "tx.connection.begin_nested() or tx.session.begin_nested() around such a statement"
+            )
 
 
-def _is_known_to_commit(connection: Connection, root: RootTransaction | AsyncTransaction | None) -> bool:
-    """Raise InvalidArgument if a COMMIT would not commit. PostgreSQL answers a COMMIT after a failed statement by a
-    rollback, and drivers do not report this. Return False if only a statement can tell."""
-    if root is None or not root.is_active:
-        raise InvalidArgument("the handler ended its transaction: return to commit it, raise to roll it back")
-    if connection.dialect.name == "sqlite":
-        return True
+def transaction_status(connection: Connection) -> int | None:
+    """Return the transaction state of libpq; None if the driver is not psycopg."""
     info = getattr(connection.connection.driver_connection, "info", None)
-    if info is not None and info.transaction_status == _IN_ERROR:
-        raise InvalidArgument(
-            "the handler caught the error of a statement, and PostgreSQL has given up the transaction: use "
-            "tx.connection.begin_nested() or tx.session.begin_nested() around such a statement"
-        )
-    return info is not None
+    status = getattr(info, "transaction_status", None)
+    return None if status is None else int(status)
+
+
+def is_in_transaction(connection: Connection) -> bool | None:
+    """Return whether a transaction is open in the database; None if the driver does not tell."""
+    status = transaction_status(connection)
+    if status is not None:
+        return status != _IDLE
+    driver = connection.connection.driver_connection
+    asks = getattr(driver, "is_in_transaction", None)  # asyncpg
+    state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
+    return state if isinstance(state, bool) else None
+
+
+def tells_aborted(connection: Connection) -> bool:
+    """Return whether `ObservedTransaction.check` sees an aborted transaction. SQLite has none."""
+    return connection.dialect.name == "sqlite" or transaction_status(connection) is not None
 
 
 @contextmanager

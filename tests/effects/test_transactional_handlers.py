@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from headrace import (
@@ -24,6 +25,7 @@ from headrace import (
     Transaction,
     Unavailable,
 )
+from headrace.effects import StreamState
 from headrace.effects.effects import EffectsInScope
 from headrace.streams.identity import SequenceToken
 from headrace.streams.transactions import EffectCounts, EffectScope
@@ -247,6 +249,56 @@ async def test_a_handler_that_rolls_back_is_not_taken_for_done(async_database: U
     with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
         await effects.call(event_at(5))
     assert (async_database.log(), async_database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+async def test_nothing_is_committed_after_a_rollback_of_the_session(database: UserDatabase):
+    """As ORM code does that inserts and, after an IntegrityError, goes on with another statement."""
+
+    def insert_or_note(session: Session) -> None:
+        session.execute(_LOG, {"value": "before"})
+        session.rollback()
+        session.execute(_LOG, {"value": "after"})
+
+    async def handle(_: Event, tx: Transaction) -> None:
+        await tx.run(insert_or_note)
+
+    for state in (None, StreamState()):
+        effects, _ = in_scope(database, handle, state=state)
+        with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+            await effects.call(event_at(5))
+        assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_rollback_by_a_statement_is_not_taken_for_done(database: UserDatabase, *, goes_on: bool):
+    async def undo(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        await tx.execute(text("ROLLBACK"))
+        if goes_on:
+            await write_down(event, tx)
+
+    for state in (None, StreamState()):
+        effects, _ = in_scope(database, undo, state=state)
+        with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+            await effects.call(event_at(5))
+        assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+async def test_a_connection_goes_on_after_a_handler_that_ended_its_transaction(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        assert isinstance(database.engine, AsyncEngine)
+
+        async def undo(event: Event, tx: Transaction) -> None:
+            await tx.session.execute(text("SELECT 1"))
+            await tx.session.rollback()
+            await tx.session.execute(_LOG, {"value": event.payload.decode()})
+
+        async with database.engine.connect() as connection:
+            scope, counts = EffectScope("here", "billing", 0, 1), EffectCounts()
+            with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+                await Effects(connection).scoped(undo, scope, counts, batch=False).call(event_at(5))
+            await Effects(connection).scoped(write_down, scope, counts, batch=False).call(event_at(6))
+        assert database.log() == ["42@6"]
 
 
 async def test_a_commit_of_the_session_does_not_commit_early(async_database: UserDatabase):
