@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
-from weakref import WeakSet
 from zlib import crc32
 
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
 from ..streams.arguments import check_text
 from ..streams.codecs import CodecOption, Codecs, Publishable
-from ..streams.errors import InvalidArgument
+from ..streams.errors import InvalidArgument, StorageError
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
@@ -45,9 +45,8 @@ _ASYNCPG = _INSERT + f"({', '.join(f'${number + 1}' for number in range(len(_COL
 _PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider ORDER BY id")
 _PUBLISHED_DJANGO = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
 
-_WAITING = "headrace outbox"
-"""Key in `Session.info`: the rows that are inserted when the session commits."""
-_heard: WeakSet[Session] = WeakSet()
+_BUFFERED = "headrace outbox"
+"""Key of `BufferedEvents` in `Session.info`."""
 
 
 class AsyncpgConnection(Protocol):
@@ -138,20 +137,21 @@ class Outbox:
 
         `connection` is a Connection, AsyncConnection, Session or AsyncSession of SQLAlchemy, a connection of psycopg or
         asyncpg, or `django.db.connection` inside of `transaction.atomic()`. With an AsyncConnection of SQLAlchemy or
-        psycopg, and with asyncpg, await the result. Events of a session are written when it commits, after its flush.
-        Events of a connection are written at once.
+        psycopg, and with asyncpg, await the result. Events of a session are written when it commits, after its flush;
+        those that a listener of the session publishes later in the commit, at once. Events of a connection are written
+        at once.
 
         Events of one stream are delivered in the order in which their transactions wrote them. If transactions lock a
         row for each stream, publish after that.
 
-        Raises InvalidArgument for other objects, for wrong events, and for a connection that commits each statement;
-        PayloadTooLarge.
+        Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, and
+        for a session that has committed (`after_commit`); PayloadTooLarge.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
         if isinstance(connection, AsyncSession):
             connection = connection.sync_session
         if isinstance(connection, Session):
-            _buffer(connection, rows)
+            _publish_in_session(connection, rows)
             return None
         if isinstance(connection, Connection):
             check_transactions(connection)
@@ -167,7 +167,8 @@ class Outbox:
         Raises InvalidArgument for other objects.
         """
         if isinstance(connection, Session):
-            waiting = [row["batch"] for _, row in connection.info.get(_WAITING, []) if row["provider"] == self.provider]
+            buffered = connection.info.get(_BUFFERED, BufferedEvents()).rows
+            waiting = [row["batch"] for _, row in buffered if row["provider"] == self.provider]
             stored = connection.connection().execute(_PUBLISHED, {"provider": self.provider}).scalars().all()
             batches = [*stored, *waiting]
         elif isinstance(connection, Connection):
@@ -235,37 +236,107 @@ async def _execute_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
 # ---- sessions --------------------------------------------------------------------------------------------------------
 
 
-def _buffer(session: Session, rows: Sequence[OutboxRow]) -> None:
+class BufferedEvents:
+    """The rows that a session inserts when it commits. It is kept in `Session.info`."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[SessionTransaction, OutboxRow]] = []
+        """With the transaction or savepoint in which they were published."""
+        self.committing: SessionTransaction | None = None
+        """Its commit has begun, and its rows are inserted: later ones are inserted at once."""
+        self.committed: SessionTransaction | None = None
+
+    def take(self) -> list[OutboxRow]:
+        """Return the rows, and forget them."""
+        rows, self.rows = self.rows, []
+        return [row for _, row in rows]
+
+
+def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
     """Keep the rows until the session commits. A savepoint that is rolled back takes its rows along."""
     transaction = session.get_nested_transaction() or session.get_transaction() or session.begin()
-    if session not in _heard:
-        _heard.add(session)
-        event.listen(session, "before_commit", _before_commit)
-        event.listen(session, "after_soft_rollback", _after_rollback)
-        event.listen(session, "after_transaction_end", _after_end)
-    session.info.setdefault(_WAITING, []).extend((transaction, row) for row in rows)
+    root = session.get_transaction()
+    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
+    if buffered.committed is root:
+        raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
+    buffered.rows.extend((transaction, row) for row in rows)
+    if buffered.committing is root:
+        _insert_while_committing(session)
 
 
+def _insert_while_committing(session: Session) -> None:
+    try:
+        connection = session.connection()
+    except InvalidRequestError:
+        return  # in `after_begin`, SQLAlchemy 2.1 allows no statement yet: the end of the flush inserts the rows
+    _insert_buffered(session, connection)
+
+
+def _insert_buffered(session: Session, connection: Connection) -> None:
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is not None and buffered.rows:
+        check_transactions(connection)
+        insert(connection, buffered.take())
+
+
+# Listeners for all sessions of the process: a listener that a session gets during its commit may not be called.
+
+
+@event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    if session.get_nested_transaction() is not None or not session.info.get(_WAITING):
+    buffered = session.info.setdefault(_BUFFERED, BufferedEvents())
+    if session.get_nested_transaction() is not None:
+        # Either a savepoint is released, or the transaction is committed above an open savepoint. Then no event of the
+        # session follows, and the rows are inserted by the one of its connection.
+        if buffered.rows:
+            _insert_at_commit(session, session.connection())
         return
-    session.flush()  # as the commit does next anyway; the flush decides in which order rows are locked
-    connection = session.connection()
-    check_transactions(connection)
-    insert(connection, [row for _, row in session.info.pop(_WAITING)])
+    if buffered.rows:
+        session.flush()  # as the commit does next anyway; the flush decides in which order rows are locked
+        _insert_buffered(session, session.connection())
+    buffered.committing = session.get_transaction()
 
 
+def _insert_at_commit(session: Session, connection: Connection) -> None:
+    @event.listens_for(connection, "commit", once=True)
+    def commit(connection: Connection) -> None:  # pyright: ignore[reportUnusedFunction]
+        _insert_buffered(session, connection)
+
+
+@event.listens_for(Session, "after_soft_rollback")
 def _after_rollback(session: Session, ended: SessionTransaction) -> None:
-    waiting = session.info.pop(_WAITING, [])
-    kept = [(transaction, row) for transaction, row in waiting if not _is_within(transaction, ended)]
-    if kept:
-        session.info[_WAITING] = kept
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is not None:
+        buffered.rows = [each for each in buffered.rows if not _is_within(each[0], ended)]
 
 
+@event.listens_for(Session, "after_flush")
+def _after_flush(session: Session, _: object) -> None:
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is not None and buffered.rows and buffered.committing is session.get_transaction():
+        _insert_buffered(session, session.connection())
+
+
+@event.listens_for(Session, "after_commit")
+def _after_commit(session: Session) -> None:
+    """Refuse events that come too late. Rows that came too late to be inserted are an error: they must not be lost
+    silently."""
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is None or session.get_nested_transaction() is not None:
+        return
+    buffered.committed = session.get_transaction()
+    if buffered.rows:
+        raise StorageError(
+            f"the session has committed without {len(buffered.take())} batches of events, which were published while "
+            "it committed: publish them before, and release savepoints before the commit"
+        )
+
+
+@event.listens_for(Session, "after_transaction_end")
 def _after_end(session: Session, ended: SessionTransaction) -> None:
-    """After a commit, nothing waits. `close` and `reset` end the transaction without a commit or a rollback."""
+    """Forget the rows of a transaction that `close` and `reset` end without a commit or a rollback."""
     if ended.parent is None:
-        session.info.pop(_WAITING, None)
+        session.info.pop(_BUFFERED, None)
 
 
 def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:

@@ -1,0 +1,148 @@
+"""Events that listeners publish into a Session of SQLAlchemy while it flushes or commits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from headrace import InvalidArgument, Outbox, StreamId
+from headrace.effects import schema
+from headrace.streams.errors import StorageError
+
+STREAM = StreamId("orders", "42")
+OUTBOX = Outbox()
+DURING_COMMIT = ("before_commit", "before_flush", "after_flush", "after_flush_postexec", "after_begin")
+
+
+class Model(DeclarativeBase):
+    pass
+
+
+class Order(Model):
+    __tablename__ = "customer_order"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = create_engine(f"sqlite:///{tmp_path}/user.db")
+    with made.begin() as connection:
+        schema.migrate(connection)
+        Model.metadata.create_all(connection)
+    yield made
+    made.dispose()
+
+
+def stored(engine: Engine) -> tuple[int, list[bytes]]:
+    """The number of committed orders, and the committed events."""
+    with engine.begin() as connection:
+        orders: int = connection.execute(text("SELECT COUNT(*) FROM customer_order")).scalar_one()
+        return orders, [payload for _, payload in OUTBOX.published(connection=connection)]
+
+
+def publish_once(payload: bytes = b"x") -> Callable[..., None]:
+    done: list[bool] = []
+
+    def listener(session: Session, *_: Any) -> None:
+        if not done:
+            done.append(True)
+            OUTBOX.publish(STREAM, payload, connection=session)
+
+    return listener
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("hook", DURING_COMMIT)
+def test_events_of_a_listener_are_in_the_commit(engine: Engine, hook: str, *, earlier: bool):
+    with Session(engine) as session:
+        event.listen(session, hook, publish_once())
+        if earlier:
+            OUTBOX.publish(STREAM, b"earlier", connection=session)
+        session.add(Order())
+        session.commit()
+    assert stored(engine) == (1, [b"earlier", b"x"] if earlier else [b"x"])
+
+
+@pytest.mark.parametrize("hook", DURING_COMMIT)
+def test_events_of_a_listener_of_a_class_are_in_each_commit(engine: Engine, hook: str):
+    maker = sessionmaker(engine)
+    event.listen(maker, hook, publish_once(b"a"))
+    with maker() as session:
+        for _ in range(2):
+            session.add(Order())
+            session.commit()
+        event.listen(session, hook, publish_once(b"b"))
+        with session.begin():
+            session.add(Order())
+    assert stored(engine) == (3, [b"a", b"b"])
+
+
+def test_events_of_a_listener_are_rolled_back_with_the_commit(engine: Engine):
+    with Session(engine) as session:
+        session.add(Order(id=1))
+        session.commit()
+        event.listen(session, "before_flush", publish_once(b"lost"))
+        session.add(Order(id=1))
+        with pytest.raises(Exception, match="UNIQUE"):
+            session.commit()
+        session.rollback()
+        session.add(Order(id=2))
+        session.commit()
+    assert stored(engine) == (2, [])
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_an_event_after_the_commit_is_refused(engine: Engine, *, earlier: bool):
+    with Session(engine) as session:
+        event.listen(session, "after_commit", publish_once())
+        if earlier:
+            OUTBOX.publish(STREAM, b"earlier", connection=session)
+        session.add(Order())
+        with pytest.raises(InvalidArgument, match="publish before its commit"):
+            session.commit()
+    assert stored(engine) == (1, [b"earlier"] if earlier else [])
+
+
+def test_a_commit_above_an_open_savepoint_has_its_events(engine: Engine):
+    with Session(engine) as session, session.begin():
+        session.begin_nested()
+        session.add(Order())
+        OUTBOX.publish(STREAM, b"x", connection=session)
+    assert stored(engine) == (1, [b"x"])
+
+
+def test_events_that_cannot_be_written_any_more_are_an_error(engine: Engine):
+    """The connection commits later, when the session has ended."""
+    with engine.begin() as connection, Session(connection) as session:
+        with pytest.raises(StorageError, match="has committed without 1 batches of events"), session.begin():  # noqa: PT012
+            session.begin_nested()
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+    assert stored(engine) == (0, [])
+
+
+def test_an_event_that_is_published_as_the_connection_commits_is_an_error(engine: Engine):
+    with Session(engine) as session:
+
+        def late(_: Connection) -> None:
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+
+        event.listen(session.connection(), "commit", late)
+        with pytest.raises(StorageError, match="has committed without 1 batches of events"):
+            session.commit()
+
+
+def test_a_savepoint_that_is_released_keeps_events_for_the_commit(engine: Engine):
+    with Session(engine) as session:
+        with session.begin_nested():
+            OUTBOX.publish(STREAM, b"a", connection=session)
+        with session.begin_nested() as inner:
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+            inner.rollback()
+        session.rollback()
+        OUTBOX.publish(STREAM, b"b", connection=session)
+        session.commit()
+    assert stored(engine) == (0, [b"b"])
