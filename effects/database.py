@@ -153,7 +153,10 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
     try:
-        yield opened
+        try:
+            yield opened
+        finally:
+            opened.is_over = True
         await opened.flush()
         if not tells_aborted(_plain(connection)):
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
@@ -169,8 +172,10 @@ class _GreenletTransaction(EffectTransaction):
         self._connection = connection
         self._observed = ObservedTransaction(_plain(connection))
         self._session: AsyncSession | None = None
+        self.is_over = False
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_over(is_over=self.is_over)
         self._observed.refuse_ended()
         try:
             return await self._connection.run_sync(function, *args, **kwargs)
@@ -180,6 +185,7 @@ class _GreenletTransaction(EffectTransaction):
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
+        refuse_over(is_over=self.is_over)
         self._observed.refuse_ended()
         try:
             return await self.session.run_sync(function, *args, **kwargs)
@@ -195,10 +201,12 @@ class _GreenletTransaction(EffectTransaction):
 
     @property
     def connection(self) -> AsyncConnection:
+        refuse_over(is_over=self.is_over)
         return self._connection
 
     @property
     def session(self) -> AsyncSession:
+        refuse_over(is_over=self.is_over)
         if self._session is None:
             self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_JOINED)
         return self._session
@@ -208,37 +216,48 @@ class _GreenletTransaction(EffectTransaction):
 
 
 class ThreadedEffectDatabase(EffectDatabase):
-    """A database with an `Engine`. Its statements run in threads."""
+    """A database with an `Engine`. Each open transaction has a thread for its statements: with fewer threads, all of
+    them could wait in the database for a lock of a transaction that gets no thread."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._threads = ThreadPoolExecutor(32, thread_name_prefix="headrace effects")
+        self._idle_threads: list[ThreadPoolExecutor] = []
+        """Executors of one thread each, for the next transactions."""
 
     @asynccontextmanager
     async def transaction(self) -> AsyncGenerator[EffectTransaction]:
-        opened = _ThreadedTransaction(self.engine, self._threads)
         try:
-            yield opened
-        except BaseException:
-            await opened.end(commit=False)
-            raise
-        with outages():
-            await opened.end(commit=True)
+            thread = self._idle_threads.pop()
+        except IndexError:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="headrace effects")
+        opened = _ThreadedTransaction(self.engine, thread)
+        try:
+            try:
+                yield opened
+            except BaseException:
+                await opened.end(commit=False)
+                raise
+            with outages():
+                await opened.end(commit=True)
+        finally:
+            self._idle_threads.append(thread)
 
 
 class _ThreadedTransaction(EffectTransaction):
     """Connects with the first statement: each step is a hop to a thread and back."""
 
-    def __init__(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: Engine, thread: ThreadPoolExecutor) -> None:
         self._engine = engine
-        self._threads = threads
+        self._thread = thread
+        self._is_over = False
         self._opened: Connection | None = None
         self._observed: ObservedTransaction | None = None
         self._session: Session | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
-        """A thread cannot be cancelled: however often the caller is, wait for the thread first."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        """Run a function in the thread. If the caller is cancelled, wait until the function has ended, then raise: a
+        thread cannot be cancelled."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, function)
         cancelled: asyncio.CancelledError | None = None
         while not running.done():
             try:
@@ -260,11 +279,13 @@ class _ThreadedTransaction(EffectTransaction):
         return self._opened
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_over(is_over=self._is_over)
         return await self._in_thread(lambda: self._observing(lambda: function(self._connect(), *args, **kwargs)))
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
+        refuse_over(is_over=self._is_over)
         return await self._in_thread(lambda: self._observing(lambda: function(self._joined(), *args, **kwargs)))
 
     def _observing(self, function: Callable[[], R]) -> R:
@@ -294,12 +315,13 @@ class _ThreadedTransaction(EffectTransaction):
             session.close()
 
     async def end(self, *, commit: bool) -> None:
-        if self._opened is not None:
-            await self._in_thread(lambda: self._end(commit=commit))
+        self._is_over = True
+        await self._in_thread(lambda: self._end(commit=commit))
 
     def _end(self, *, commit: bool) -> None:
         connection, self._opened = self._opened, None
-        assert connection is not None
+        if connection is None:
+            return
         with connection:
             if commit:
                 self._end_session()
@@ -346,6 +368,12 @@ def check_transactions(connection: Connection) -> None:
         commits = commits or getattr(driver, "isolation_level", "") is None
     if commits:
         raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
+
+
+def refuse_over(*, is_over: bool) -> None:
+    """Raise InvalidArgument for the use of a transaction whose handler has returned."""
+    if is_over:
+        raise InvalidArgument("the transaction is over: await all statements before the handler returns")
 
 
 def _plain(connection: AsyncConnection) -> Connection:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, NullPool, create_engine, event
 
 from headrace import Effects, Unavailable
 from headrace.effects.database import database_of
@@ -67,3 +67,24 @@ async def test_a_transaction_that_is_cancelled_twice_waits_for_its_thread(tmp_pa
         await asyncio.wait([running])
     assert running.cancelled()
     engine.dispose()
+
+
+async def test_each_open_transaction_has_a_thread(tmp_path: Path):
+    """As if all but one waited in the database for a lock that the last one releases."""
+    async with user_database("sqlite", str(tmp_path / "user.db"), lambda: "", poolclass=NullPool) as database:
+        opening = database_of(database.engine)
+        released = threading.Event()
+
+        async def wait() -> None:
+            async with opening.transaction() as transaction:
+                await transaction.call(lambda _: released.wait())
+
+        async def release() -> None:
+            async with opening.transaction() as transaction:
+                await transaction.call(lambda _: released.set())
+
+        tasks = [asyncio.create_task(work()) for work in (*[wait] * 40, release)]
+        _, waiting = await asyncio.wait(tasks, timeout=30)
+        released.set()
+        await asyncio.gather(*tasks)
+        assert not waiting

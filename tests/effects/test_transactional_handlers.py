@@ -284,6 +284,26 @@ async def test_a_rollback_by_a_statement_is_not_taken_for_done(database: UserDat
         assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
 
 
+async def test_a_task_that_outlives_the_handler_gets_an_error(database: UserDatabase):
+    ended = asyncio.Event()
+    late: list[asyncio.Task[None]] = []
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        async def later() -> None:
+            await ended.wait()
+            for use in (lambda: write_down(event, tx), lambda: tx.run(lambda _: None)):
+                with pytest.raises(InvalidArgument, match="the transaction is over"):
+                    await use()
+
+        late.append(asyncio.create_task(later()))
+
+    effects, _ = in_scope(database, handle)
+    await effects.call(event_at(5))
+    ended.set()
+    await asyncio.gather(*late)
+    assert database.log() == []
+
+
 async def test_a_connection_goes_on_after_a_handler_that_ended_its_transaction(schema_url: Callable[[], str]):
     async with user_database("psycopg-async", "", schema_url) as database:
         assert isinstance(database.engine, AsyncEngine)
