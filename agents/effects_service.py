@@ -64,5 +64,6 @@ class PositionedFailures:
         await self._scoped.given_up(events)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        await self._scoped.check_position(events)  # a gap must not be recorded for events that come again
         await self._sink.skipped(delivery, events, reason)
         await self._scoped.given_up(events)

@@ -29,8 +29,8 @@ DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
-_OUTAGES = ("08", "53", "57P", "55P03")
-"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock."""
+_OUTAGES = ("08", "53", "57P", "55P03", "25006")
+"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,

@@ -173,12 +173,17 @@ class EffectsInScope:
         if events:
             await self._in_transaction(events[0], self._position(events[0]).note_failed, events)
 
+    async def check_position(self, events: Sequence[Event]) -> None:
+        """Raise Unavailable if the position of these events of one stream cannot be written."""
+        if events:
+            await self._in_transaction(events[0], self._position(events[0]).lock)
+
     async def given_up(self, events: Sequence[Event]) -> None:
         """Move the position past these events of one stream. Raises Unavailable."""
         if events:
             await self._in_transaction(events[0], self._position(events[0]).give_up, events)
 
-    async def _in_transaction(self, event: Event, work: Callable[..., None], *args: Any) -> None:
+    async def _in_transaction(self, event: Event, work: Callable[..., object], *args: Any) -> None:
         async def run() -> None:
             async with self._database.transaction() as transaction:
                 await transaction.call(work, *args)

@@ -150,14 +150,14 @@ class StreamPosition:
     def note_failed(self, connection: Connection, events: Sequence[Event]) -> None:
         """Note that these events failed, and leave the position: they may be delivered again, or become dead letters.
         Later claims and redrives tell from this whether their effects are applied."""
-        known = self._locked(connection)
+        known = self.lock(connection)
         if known.generation > self.scope.generation:
             return  # a seek decides about these events
         self._given_up.add(connection, events, self.after(known, events))
 
     def give_up(self, connection: Connection, events: Sequence[Event]) -> None:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""
-        left = self.after(self._locked(connection), events)
+        left = self.after(self.lock(connection), events)
         if left:
             _CLAIM.execute(connection, self._row(token_of(left[0]), token_of(left[-1])))
             self._given_up.count(connection)
@@ -170,11 +170,12 @@ class StreamPosition:
 
     def note_unknown(self, connection: Connection, event: Event) -> None:
         """Note that a redrive was refused, so that the operator can decide about the event."""
-        self._locked(connection)
+        self.lock(connection)
         self._given_up.add_unknown(connection, event)
 
-    def _locked(self, connection: Connection) -> AppliedPosition:
-        """Return the stream's row, and lock it until the transaction ends. A new one is before all generations."""
+    def lock(self, connection: Connection) -> AppliedPosition:
+        """Return the stream's row, and lock it until the transaction ends. Create the row if it is missing, with a
+        position before every generation."""
         key = {**self._key, "queue": self.scope.queue, "now_us": now_us()}
         connection.execute(_ADD, key)
         connection.execute(_LOCK, self._key)

@@ -77,6 +77,11 @@ class ScopedEffects(Protocol):
         committed, so that a redrive applies them. Raises Unavailable; calling it again is harmless."""
         ...
 
+    async def check_position(self, events: Sequence[Event]) -> None:
+        """The delivery is about to record a gap for these events of one stream. Raises Unavailable if the position
+        cannot be moved past them at present."""
+        ...
+
     async def given_up(self, events: Sequence[Event]) -> None:
         """The delivery gave up on these events of one stream, and has recorded it: later deliveries skip them. Raises
         Unavailable; calling it again is harmless."""

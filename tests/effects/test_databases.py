@@ -2,15 +2,17 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, NullPool, create_engine, event
+from sqlalchemy import Connection, NullPool, create_engine, event, make_url
 
-from headrace import Effects, Unavailable
+from headrace import Effects, Event, Unavailable
+from headrace.agents.effects_service import PositionedFailures
 from headrace.effects.database import database_of
-from tests.effects.databases import UserDatabase, user_database
+from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_transactional_handlers import event_at, in_scope
 
 
@@ -88,3 +90,46 @@ async def test_each_open_transaction_has_a_thread(tmp_path: Path):
         released.set()
         await asyncio.gather(*tasks)
         assert not waiting
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_a_server_that_is_read_only_is_not_the_events_fault(kind: str, schema_url: Callable[[], str]):
+    """As a primary is after a failover, or a standby."""
+    async with user_database(kind, "", schema_url) as database:
+        ((name,),) = database.rows("SELECT current_schema()")
+        role = f"reading_{name}"
+        database.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+        database.execute(f"ALTER ROLE {role} SET default_transaction_read_only = on")
+        database.execute(f"GRANT USAGE ON SCHEMA {name} TO {role}")
+        database.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA {name} TO {role}")
+        reading = make_url(database.url).set(username=role, password="x").render_as_string(hide_password=False)
+        made = engine(kind, reading)
+        effects, _ = in_scope(database._replace(engine=made))
+        with pytest.raises(Unavailable, match="read-only transaction"):
+            await effects.call(event_at(5))
+        await close(made)
+
+
+async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path: Path):
+    """Otherwise the record would say that events are skipped, though they are applied later."""
+    gaps: list[str] = []
+
+    class GapRecorder:
+        async def dead_letter(self, delivery: Any, events: Sequence[Event], reason: str, attempts: int) -> None: ...
+
+        async def skipped(self, delivery: Any, events: Sequence[Event], reason: str) -> None:
+            gaps.append(reason)
+
+    async with user_database("aiosqlite", str(tmp_path / "u.db"), lambda: "") as database:
+        effects, counts = in_scope(database)
+        failures = PositionedFailures(GapRecorder(), effects)
+        delivery: Any = None
+        database.execute("ALTER TABLE headrace_position RENAME TO hidden")
+        with pytest.raises(Unavailable):
+            await failures.skipped(delivery, [event_at(5)], "bad")
+        assert gaps == []
+        database.execute("ALTER TABLE hidden RENAME TO headrace_position")
+        await failures.skipped(delivery, [event_at(5)], "bad")
+        assert gaps == ["bad"]
+        await effects.call(event_at(5))
+        assert (database.log(), counts.already_applied) == ([], 1)
