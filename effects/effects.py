@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from ..streams.arguments import check_integer
+from ..streams.arguments import check_integer, refused
 from ..streams.errors import Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
@@ -50,7 +50,8 @@ class Effects:
     `state`: keep a state for each stream. `max_transactions`: how many transactions run at a time; None: as many as the
     engine's pool has connections, and one for SQLite.
 
-    Raises InvalidArgument for another object than an engine, NotSupported for another database.
+    Raises InvalidArgument for another object than an engine, and for an AsyncConnection with more than one transaction;
+    NotSupported for another database.
     """
 
     def __init__(
@@ -67,7 +68,12 @@ class Effects:
         self.state = state
         self._max_transactions = max_transactions or self.database.transactions
         self._slots: TransactionSlots = WeakKeyDictionary()
+        self._has_one_connection = isinstance(engine, AsyncConnection)
         if isinstance(engine, AsyncConnection):
+            if self._max_transactions > 1:
+                raise refused(
+                    "max_transactions", max_transactions, "1 or None, because a connection has one transaction"
+                )
             self._slots = _shared_slots.setdefault(engine, self._slots)
 
     @classmethod
@@ -83,12 +89,16 @@ class Effects:
         engine = self.database.engine
         if engine not in _checked:
             async with self._slots_here():
-                await self.check()
+                await self._check()
             _checked.add(engine)
 
     async def check(self) -> None:
         """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
-        statement, Unavailable if the database cannot be reached."""
+        statement, Unavailable if the database cannot be reached. With an AsyncConnection, this waits for its turn."""
+        async with self._slots_here() if self._has_one_connection else nullcontext():
+            await self._check()
+
+    async def _check(self) -> None:
         async with self.database.transaction() as transaction:
             with outages():
                 await transaction.call(_check)
@@ -120,6 +130,10 @@ class _StaleStateError(Exception):
 
     def __str__(self) -> str:
         return "another transaction changed the row of the stream"
+
+
+def _has_collided(error: BaseException) -> bool:
+    return isinstance(error, _StaleStateError) or is_conflict(error)
 
 
 def _check_current(*, is_current: bool) -> None:
@@ -208,11 +222,15 @@ class EffectsInScope:
                     break
                 except BaseException as error:
                     self._known.drop(_stream_of(event))
-                    collided = isinstance(error, _StaleStateError) or is_conflict(error)
-                    if (collided and attempt == CONFLICT_ATTEMPTS) or is_outage(error):
+                    if is_outage(error):
                         raise unavailable(error) from error
-                    if not collided:
+                    if not _has_collided(error):
                         raise
+                    if attempt == CONFLICT_ATTEMPTS:
+                        raise Unavailable(
+                            f"the transaction of stream {_stream_of(event)} collided with another one in "
+                            f"{CONFLICT_ATTEMPTS} attempts: it is tried again later"
+                        ) from error
 
     @asynccontextmanager
     async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
@@ -224,8 +242,13 @@ class EffectsInScope:
                     yield opened
             except BaseException as error:
                 self._known.drop(_stream_of(events[0]))
-                if isinstance(error, _StaleStateError) or is_conflict(error) or is_outage(error):
+                if is_outage(error):
                     raise unavailable(error) from error
+                if _has_collided(error):
+                    raise Unavailable(
+                        f"the transaction of stream {_stream_of(events[0])} collided with another one: the events are "
+                        "delivered again"
+                    ) from error
                 raise
 
     @asynccontextmanager
@@ -328,6 +351,7 @@ class EffectsInScope:
                 await transaction.flush()
                 changed = await transaction.call(position.change_state, state.encoded(), known.revision)
                 _check_current(is_current=changed)
+        self._known.drop(_stream_of(event))  # a redrive changes the row
 
     def _alone(self, event: Event) -> Event | EventBatch:
         if not self._batch:

@@ -63,6 +63,24 @@ async def test_a_failed_handler_leaves_the_state(database: UserDatabase):
     assert states(database) == [b'{"count":2}']
 
 
+async def test_after_a_redrive_the_next_handler_runs_once(database: UserDatabase):
+    """The redrive changes the row that the process remembers."""
+    calls: list[int] = []
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        assert event.token is not None
+        calls.append(event.token.offset)
+        await count(event, tx)
+
+    effects, _ = in_scope(database, handle, state=KEPT)
+    await give_up(effects, [event_at(5)])
+    await effects.redrive(event_at(5))
+    await effects.call(event_at(6))
+    await effects.redrive(event_at(5))
+    await effects.call(event_at(7))
+    assert (calls, states(database)) == ([5, 6, 7], [b'{"count":3}'])
+
+
 async def test_two_owners_lose_no_change_of_the_state(database: UserDatabase):
     both = [in_scope(database, count, state=KEPT)[0] for _ in range(2)]
     for offset in range(20):

@@ -353,6 +353,26 @@ async def test_a_serialization_failure_runs_the_handler_again(schema_url: Callab
         assert (database.log(), calls) == (["2"], 3)
 
 
+async def test_a_transaction_that_always_collides_is_reported_as_such(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url, isolation_level="REPEATABLE READ") as database:
+        database.execute("INSERT INTO log (value) VALUES ('0')")
+        calls = 0
+
+        async def collide(_: Event, tx: Transaction) -> None:
+            nonlocal calls
+            calls += 1
+            await asyncio.to_thread(database.execute, "UPDATE log SET value = value || '.'")
+            await tx.execute(text("UPDATE log SET value = value || '!'"))
+
+        effects, _ = in_scope(database, collide)
+        with pytest.raises(Unavailable, match=r"stream orders/42 collided with another one in 5 attempts"):
+            await effects.call(event_at(5))
+        assert calls == 5
+        with pytest.raises(Unavailable, match=r"stream orders/42 collided with another one: the events are delivered"):
+            async with effects.transaction([event_at(5)], redriven=False) as tx:
+                await collide(event_at(5), tx)
+
+
 @pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
 async def test_an_outage_of_the_database_is_not_the_events_fault(kind: str):
     made = engine(kind, "postgresql://postgres@127.0.0.1:1/none?options=-csearch_path%3Dnone")
@@ -401,6 +421,29 @@ async def test_a_sqlite_database_in_memory_is_refused():
     with pytest.raises(InvalidArgument, match="effects in SQLite need a file"):
         Effects(made)
     await close(made)
+
+
+async def test_a_connection_has_one_transaction_at_a_time(async_database: UserDatabase):
+    assert isinstance(async_database.engine, AsyncEngine)
+    handling, released = asyncio.Event(), asyncio.Event()
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        handling.set()
+        await released.wait()
+
+    async with async_database.engine.connect() as connection:
+        with pytest.raises(InvalidArgument, match=r"max_transactions.*1 or None"):
+            Effects(connection, max_transactions=4)
+        effects = Effects(connection, max_transactions=1)
+        scoped = effects.scoped(handle, EffectScope("here", "billing", 0, 1), EffectCounts(), batch=False)
+        handler = asyncio.create_task(scoped.call(event_at(5)))
+        await handling.wait()
+        check = asyncio.create_task(Effects(connection).check())  # of another subscription
+        await asyncio.sleep(0)
+        released.set()
+        await asyncio.gather(handler, check)
+    assert async_database.log() == ["42@5"]
 
 
 def test_other_objects_than_engines_are_refused():
