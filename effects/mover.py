@@ -73,10 +73,29 @@ _RELEASED = {
     for name, ids in _WITH_IDS.items()
 }
 _REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
-_NEXT = text(f"""
-    SELECT id, batch FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
+_FIRST = f"""
+    FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
     (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
-""")  # noqa: S608
+"""  # noqa: S608
+_FITS = "total <= :max_bytes OR total = size"
+_NEXT = {
+    # The inner rows of PostgreSQL have references to large batches, and not the batches.
+    "postgresql": text(f"""
+        SELECT id, stream, batch FROM (
+            SELECT id, stream, batch, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
+            FROM (SELECT id, stream, batch {_FIRST}) AS first_rows
+        ) AS sizes WHERE {_FITS} ORDER BY id
+    """),  # noqa: S608
+    "sqlite": text(f"""
+        SELECT id, stream, batch FROM headrace_outbox WHERE id IN (
+            SELECT id FROM (
+                SELECT id, size, SUM(size) OVER (ORDER BY id) AS total FROM (SELECT id, LENGTH(batch) AS size {_FIRST})
+            ) WHERE {_FITS}
+        ) ORDER BY id
+    """),  # noqa: S608
+}
+"""The first batches that have the bytes of one release together, and the first one in any case. The database adds the
+sizes up, because a result with a thousand batches may be larger than the memory."""
 _BACKLOG = text("""
     SELECT COUNT(*), COALESCE(SUM(events), 0), MIN(written_at_us), COUNT(problem) FROM headrace_outbox
     WHERE provider = :provider
@@ -92,7 +111,10 @@ class OutboxTarget(Protocol):
 
     def publish_encoded(
         self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
-    ) -> Awaitable[Sequence[Receipt]]: ...
+    ) -> Awaitable[Sequence[Receipt]]:
+        """Publish the batches as one call. InvalidArgument and NotSupported mean that nothing of the call is stored.
+        After any other error, parts of it may be stored, and the call is to be repeated as it is."""
+        ...
 
 
 class OutboxRelease(NamedTuple):
@@ -188,7 +210,7 @@ class OutboxMover:
         return moved
 
     async def _publish(self, lane: int, release: OutboxRelease) -> bool:
-        """Publish a release. If the queue refuses it, publish less, or mark the batch as refused, and return False."""
+        """Publish a release. If the queue refuses it, halve it, or mark its only batch as refused, and return False."""
         last = LastCall(await self._target.last_sequence(release.producer))
         if release.number <= last.number:
             return True
@@ -202,13 +224,11 @@ class OutboxMover:
         return True
 
     async def _narrow_refused(self, lane: int, release: OutboxRelease, error: HeadraceError) -> None:
-        """The queue refuses the whole call, and always will. So this release number may be given to other rows."""
+        """Retry the first half under the same number, which is free, because the queue has stored nothing of it.
+
+        A queue that may have stored a part raises StorageError instead. Then the whole release is repeated until it is
+        stored: rows that left it would be stored twice, because no number tells that they are the same."""
         ids = release.ids[: len(release.ids) // 2]
-        if not ids:
-            log.error(
-                "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
-                self._target.name, release.batches[0].stream, error,
-            )  # fmt: skip
         async with self._database.transaction() as transaction:
             with outages():
                 await transaction.call(self._narrow, lane, release, ids, str(error))
@@ -220,7 +240,7 @@ class OutboxMover:
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
-            connection.execute(_REFUSE, {"problem": problem, "id": release.ids[0]})
+            self._refuse(connection, release.ids[0], str(release.batches[0].stream), problem)
         self._write_lane(connection, lane, release.number, ids)
 
     # ---- one transaction -------------------------------------------------------------------------------------------
@@ -249,25 +269,40 @@ class OutboxMover:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
             else:
                 rows = connection.execute(_RELEASED[dialect], {"ids": row.ids}).all()
-        if not rows:
-            rows = self._next(connection, key)
-            number += bool(rows)
-        ids = [each.id for each in rows]
+        if rows:
+            ids = [each.id for each in rows]
+            batches = [accepted(bytes(batch), now_us()) for _, batch in rows]
+        else:
+            ids, batches = self._next(connection, key)
+            number += bool(ids)
         self._write_lane(connection, lane, number, ids)
-        if not ids:
-            return None
-        return OutboxRelease(row.producer, number, ids, [accepted(bytes(batch), now_us()) for _, batch in rows])
+        return OutboxRelease(row.producer, number, ids, batches) if ids else None
 
-    def _next(self, connection: Connection, key: dict[str, Any]) -> list[Row[int, bytes]]:
-        """Return ids and batches of the lane's next release."""
-        rows: list[Row[int, bytes]] = []
-        size = 0
-        for row in connection.execute(_NEXT, key):
-            size += len(row.batch)
-            if rows and size > RELEASE_BYTES:
-                break
-            rows.append(row)
-        return rows
+    def _next(self, connection: Connection, key: dict[str, Any]) -> tuple[list[int], list[EventBatch]]:
+        """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused: later batches
+        of its stream wait."""
+        values = {**key, "max_bytes": RELEASE_BYTES}
+        while rows := connection.execute(_NEXT[connection.dialect.name], values).all():
+            batches: dict[int, EventBatch] = {}
+            waiting: set[str] = set()
+            for row in rows:
+                if row.stream in waiting:
+                    continue
+                try:
+                    batches[row.id] = accepted(bytes(row.batch), now_us())
+                except InvalidArgument as error:
+                    self._refuse(connection, row.id, row.stream, str(error))
+                    waiting.add(row.stream)
+            if batches:
+                return list(batches), list(batches.values())
+        return [], []
+
+    def _refuse(self, connection: Connection, row_id: int, stream: str, problem: str) -> None:
+        log.error(
+            "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
+            self._target.name, stream, problem,
+        )  # fmt: skip
+        connection.execute(_REFUSE, {"problem": problem, "id": row_id})
 
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {

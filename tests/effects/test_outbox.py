@@ -343,6 +343,74 @@ async def test_a_stream_that_is_refused_holds_up_that_stream_alone(async_databas
     assert queue.payloads() == [b"first", b"second"]
 
 
+async def test_a_batch_that_cannot_be_read_holds_up_its_stream_alone(async_database: UserDatabase):
+    """It is damaged, or a newer headrace has written it."""
+    others = [StreamId("orders", str(number)) for number in range(100, 150)]
+    for stream in (*others, STREAM):
+        publish(async_database, stream, b"first", b"second", b"third")
+    ((first,),) = async_database.rows("SELECT MIN(id) FROM headrace_outbox WHERE stream = :stream", stream=str(STREAM))
+    async_database.execute("UPDATE headrace_outbox SET batch = :batch WHERE id = :id", batch=b"\xff\xff", id=first + 1)
+    queue = RecordingQueue()
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    while await mover.move():
+        pass
+    backlog = await mover.backlog()
+    assert (backlog.batches, backlog.refused) == (2, 1)
+    assert queue.payloads(STREAM) == [b"first"]
+    assert all(queue.payloads(other) == [b"first", b"second", b"third"] for other in others)
+    problems = async_database.rows("SELECT id, problem FROM headrace_outbox ORDER BY id")
+    assert [problem is not None for _, problem in problems] == [True, False]
+
+
+async def test_a_call_that_may_be_stored_in_part_is_repeated_as_it_is(async_database: UserDatabase):
+    """No smaller call may follow under the same number: its other batches would be stored twice."""
+    publish(async_database, STREAM, b"a", b"b", b"c")
+    calls: list[tuple[int, int]] = []
+
+    class PartlyFailingQueue(RecordingQueue):
+        async def publish_encoded(
+            self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+        ) -> Sequence[Receipt]:
+            assert sequence is not None
+            calls.append((sequence.number, len(batches)))
+            return await super().publish_encoded(batches, sequence=sequence)
+
+    queue = PartlyFailingQueue()
+    queue.fail_before = 2
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            await mover.move()
+    await mover.move()
+    assert calls == [(1, 3)] * 3
+    assert queue.payloads() == [b"a", b"b", b"c"]
+
+
+async def test_a_step_reads_no_more_batches_than_it_releases(postgres: UserDatabase):
+    """All batches of a lane may be larger than the memory."""
+    large = b"x" * (1 << 20)
+    publish(postgres, STREAM, *[large] * 20)
+    engine = engine_of(postgres.url)
+    read: list[int] = []
+
+    def note(_: object, cursor: Any, statement: str, *__: object) -> None:
+        if statement.strip().startswith("SELECT id, stream, batch"):
+            read.append(cursor.rowcount)
+
+    event.listen(engine, "after_cursor_execute", note)
+    queue = RecordingQueue()
+    await OutboxMover(database_of(engine), queue).move()
+    assert (len(queue.stored), max(read), sum(read)) == (20, 7, 20)
+    engine.dispose()
+
+
+async def test_a_batch_above_the_bytes_of_a_release_is_released_alone(async_database: UserDatabase):
+    publish(async_database, STREAM, *[b"x" * 900_000] * 12, b"y")
+    queue = await moved(async_database)
+    assert [len(payload) for payload in queue.payloads()] == [900_000] * 12 + [1]
+    assert queue.calls == 2
+
+
 async def test_a_provider_of_another_name_gets_its_events_alone(async_database: UserDatabase):
     with async_database.inspecting.begin() as connection:
         Outbox("other").publish(STREAM, b"for other", connection=connection)
