@@ -16,9 +16,9 @@ from sqlalchemy import (
     create_engine,
     delete,
     func,
-    insert,
     make_url,
     select,
+    text,
     update,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
@@ -30,6 +30,18 @@ from .given_up import count_again
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 
 _MICROSECOND = timedelta(microseconds=1)
+_SYNC_DRIVERS = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
+
+
+_ADD_STATE = text("""
+    INSERT INTO headrace_position AS p (origin, subscription, stream, generation, queue, token_offset, token_index,
+    unapplied, revision, written_at_us, state, state_version, expires_at_us)
+    VALUES (:origin, :subscription, :stream, -1, 0, 0, 0, 0, 1, :now_us, :state, :state_version, :expires_at_us)
+    ON CONFLICT (origin, subscription, stream) DO UPDATE SET revision = p.revision + 1,
+    written_at_us = excluded.written_at_us, state = excluded.state, expires_at_us = excluded.expires_at_us,
+    state_version = COALESCE(CAST(:version AS INTEGER), p.state_version, excluded.state_version)
+""")
+"""The generation -1 comes before every generation of a subscription. A handler may have inserted the row meanwhile."""
 
 
 class EffectsSummary(NamedTuple):
@@ -84,13 +96,15 @@ class StoredState(NamedTuple):
 
 
 def engine_of(url: str) -> Engine:
-    """Return an engine for a URL of SQLAlchemy. Raises InvalidArgument for another text, NotSupported for another
+    """Return an engine for a URL of SQLAlchemy. For one with a driver for asyncio, such as asyncpg, it is an engine for
+    the same database with psycopg or sqlite3. Raises InvalidArgument for another text, NotSupported for another
     database."""
     try:
         parsed = make_url(url)
-        if parsed.drivername == "postgresql":
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        check_dialect(parsed.get_backend_name())
+        backend = parsed.get_backend_name()
+        check_dialect(backend)
+        if parsed.drivername == "postgresql" or parsed.get_dialect().is_async:
+            parsed = parsed.set(drivername=_SYNC_DRIVERS[backend])
         # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
         psycopg = parsed.drivername == "postgresql+psycopg"
         return create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
@@ -240,11 +254,8 @@ def set_state(
         revision = positions.c.revision + 1
         connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
         return
-    first = {"generation": -1, "queue": 0, "token_offset": 0, "token_index": 0, "unapplied": 0, "revision": 1}
     key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
-    row_values = {**key, "stream": key_of(stream), **first, **values, "written_at_us": now_us()}
-    # The generation -1 comes before every generation of a subscription.
-    connection.execute(insert(positions).values(row_values))
+    connection.execute(_ADD_STATE, {**key, "stream": key_of(stream), **values, "version": version, "now_us": now_us()})
 
 
 def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:

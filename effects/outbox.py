@@ -141,8 +141,8 @@ class Outbox:
         those that a listener of the session publishes later in the commit, at once. Events of a connection are written
         at once.
 
-        Events of one stream are delivered in the order in which their transactions wrote them. If transactions lock a
-        row for each stream, publish after that.
+        Events of one stream keep the order of their transactions if one commits before the next one publishes.
+        Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
 
         Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, and
         for a session that has committed (`after_commit`); PayloadTooLarge.

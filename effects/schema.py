@@ -205,16 +205,18 @@ def require(connection: Connection) -> None:
     """Check that the tables have this version. Raises NotFound if not, InvalidArgument for those of a newer
     headrace."""
     version = _version(connection)
-    where = connection.engine.url.render_as_string()
+    url = connection.engine.url
+    where = url.render_as_string()
+    given = where if url.password is None else "URL"  # a masked password cannot be copied
     if version is None:
         raise NotFound(
-            f"database {where} has no tables for effects: create them with 'headrace effects migrate {where}'"
+            f"database {where} has no tables for effects: create them with 'headrace effects migrate {given}'"
         )
     _check_not_newer(version)
     if version < VERSION:
         raise NotFound(
             f"database {where} has tables for effects of version {version}, and this headrace needs version {VERSION}: "
-            f"change them with 'headrace effects migrate {where}'"
+            f"change them with 'headrace effects migrate {given}'"
         )
 
 

@@ -11,7 +11,9 @@ from sqlalchemy import Connection, NullPool, create_engine, event, make_url
 
 from headrace import Effects, Event, Unavailable
 from headrace.agents.effects_service import PositionedFailures
+from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
+from headrace.effects.schema import migrate
 from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_transactional_handlers import event_at, in_scope
 
@@ -133,3 +135,20 @@ async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path:
         assert gaps == ["bad"]
         await effects.call(event_at(5))
         assert (database.log(), counts.already_applied) == ([], 1)
+
+
+@pytest.mark.parametrize("kind", ["aiosqlite", "asyncpg", "psycopg-async"])
+async def test_a_url_with_a_driver_for_asyncio_opens_the_same_database(kind: str, tmp_path: Path):
+    drivers = {
+        "aiosqlite": f"sqlite+aiosqlite:///{tmp_path}/u.db",
+        "asyncpg": "postgresql+asyncpg://user:password@127.0.0.1:1/shop",
+        "psycopg-async": "postgresql+psycopg_async://user:password@127.0.0.1:1/shop",
+    }
+    made = engine_of(drivers[kind])
+    assert not made.dialect.is_async
+    given = make_url(drivers[kind])
+    assert (made.url.database, made.url.password) == (given.database, given.password)
+    if kind == "aiosqlite":
+        with opened(drivers[kind], migrated=False) as connection:
+            assert migrate(connection)
+    made.dispose()

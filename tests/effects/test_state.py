@@ -1,10 +1,12 @@
 """The state of a stream, in the row of its position."""
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from headrace import (
     Effects,
@@ -20,7 +22,7 @@ from headrace import (
 from headrace.effects import administration
 from headrace.streams.errors import PayloadTooLarge
 from headrace.streams.transactions import EffectCounts, EffectScope
-from tests.effects.databases import UserDatabase
+from tests.effects.databases import UserDatabase, user_database
 from tests.effects.test_dead_letters import give_up
 from tests.effects.test_transactional_handlers import STREAM, batch_at, event_at, in_scope, write_down
 
@@ -125,6 +127,32 @@ async def test_a_state_can_be_set_before_the_first_event(async_database: UserDat
     effects, counts = in_scope(async_database, count, generation=0, state=KEPT)
     await effects.call(event_at(0))
     assert (states(async_database), counts.already_applied) == ([b'{"count":11}'], 0)
+
+
+async def test_a_state_is_set_while_a_handler_inserts_the_row(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        inserted, blocked = asyncio.Event(), asyncio.Event()
+        pids: list[int] = []
+
+        async def handle(event: Event, tx: Transaction) -> None:
+            await write_down(event, tx)
+            pids.append((await tx.execute(text("SELECT pg_backend_pid()"))).scalar_one())
+            inserted.set()
+            await blocked.wait()
+
+        effects, _ = in_scope(database, handle)
+        handler = asyncio.create_task(effects.call(event_at(5)))
+        await inserted.wait()
+        options: Any = {"origin": "here", "version": 3}
+        setting = asyncio.create_task(asyncio.to_thread(administration_set, database, b"7", **options))
+        waiting = "SELECT COUNT(*) FROM pg_stat_activity WHERE :pid = ANY(pg_blocking_pids(pid))"
+        async with asyncio.timeout(30):
+            while database.rows(waiting, pid=pids[0]) == [(0,)]:  # noqa: ASYNC110 (the database does not tell)
+                await asyncio.sleep(0.01)
+        blocked.set()
+        await asyncio.gather(handler, setting)
+        columns = "token_offset, revision, state, state_version"
+        assert database.rows(f"SELECT {columns} FROM headrace_position") == [(5, 2, b"7", 3)]
 
 
 async def test_a_redrive_changes_the_state_and_not_the_position(async_database: UserDatabase):

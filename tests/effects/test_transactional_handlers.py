@@ -404,7 +404,10 @@ async def test_a_connection_that_breaks_in_a_handler_is_not_the_events_fault(sch
 async def test_missing_tables_are_one_clear_error(tmp_path: Path, schema_url: Callable[[], str]):
     for kind in ("sqlite", "psycopg-async"):
         async with user_database(kind, str(tmp_path / "user.db"), schema_url, migrated=False) as database:
-            with pytest.raises(NotFound, match="has no tables for effects: create them with 'headrace effects migrate"):
+            given = "sqlite:" if kind == "sqlite" else "URL'"
+            with pytest.raises(
+                NotFound, match=f"no tables for effects: create them with 'headrace effects migrate {given}"
+            ):
                 await Effects(database.engine).check()
 
 
