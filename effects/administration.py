@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from ..streams.errors import InvalidArgument, NotFound, NotSupported, StorageError
 from ..streams.identity import SequenceToken, StreamId
 from .clock import now_us
-from .given_up import count_again
+from .failed_events import count_again
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 
 _MICROSECOND = timedelta(microseconds=1)
@@ -52,7 +52,7 @@ class EffectsSummary(NamedTuple):
     streams: int
     states: int
     unapplied: int
-    """Events that were given up on, and not redriven."""
+    """Events that failed, and are neither applied nor redriven."""
     unknown: int
     """Dead letters whose redrive was refused: see `unknown_events`."""
     written_at_us: int
@@ -76,7 +76,7 @@ class OutboxSummary(NamedTuple):
     batches: int
     events: int
     oldest_at_us: int
-    held: int
+    refused: int
     """Batches that the queue refused: their streams wait."""
     problem: str | None
     """Why one of them was refused."""
@@ -196,9 +196,8 @@ def outboxes(connection: Connection) -> list[OutboxSummary]:
     return [OutboxSummary(each[0], each[1], int(each[2]), *each[3:]) for each in connection.execute(query)]
 
 
-def retry_held(connection: Connection) -> int:
-    """Publish the batches again that the queue refused: their streams wait for that. Return the number of these
-    batches."""
+def retry_refused(connection: Connection) -> int:
+    """Clear the refusals of batches, so that the mover tries them again. Return the number of these batches."""
     return connection.execute(update(outbox).where(outbox.c.problem.is_not(None)).values(problem=None)).rowcount
 
 

@@ -17,9 +17,9 @@ from .database import is_outage
 from .effects import Effects, EffectsInScope
 from .transaction import Transaction
 
-EARLIER_S = 30.0
+WAIT_FOR_EARLIER_S = 30.0
 """How long a batch waits for the earlier ones of its stream that the consumer holds, in seconds."""
-CHECK_S = 0.01
+POLL_S = 0.01
 
 
 class BatchToApply(Protocol):
@@ -44,7 +44,7 @@ async def batch_effects(
 ) -> AsyncGenerator[Transaction]:
     """Open the transaction of the open events of a batch. See `ReceivedBatch.effects`."""
     try:
-        await _until_next(batch)
+        await _wait_for_turn(batch)
         chosen = effects if isinstance(effects, Effects) else Effects.sharing(effects)
         scoped = chosen.scoped(None, scope, EffectCounts(), batch=True)
         await chosen.check_once()
@@ -62,24 +62,25 @@ async def batch_effects(
         raise
     except BaseException as error:  # cancelled, for example by a time limit
         with suppress(Closed):
-            # Else the next batch of the stream would pass these events. Rejecting needs no await.
+            # Without this, the next batch of the stream would be applied before these events. Rejecting needs no await.
             _ = batch.nack(described(error), unavailable=True)
         raise
     await batch.ack()
 
 
-async def _until_next(batch: BatchToApply) -> None:
+async def _wait_for_turn(batch: BatchToApply) -> None:
     """Wait until the earlier events of the stream are acknowledged or rejected: the position that is committed with a
-    batch passes them. Raises InvalidArgument after `EARLIER_S`."""
+    batch passes them. Raises InvalidArgument after `WAIT_FOR_EARLIER_S`."""
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + EARLIER_S
+    ends_at = loop.time() + WAIT_FOR_EARLIER_S
     while not batch.is_next:
         if loop.time() > ends_at:
             raise InvalidArgument(
-                f"earlier events of the stream of {batch!r} are neither acknowledged nor rejected for {EARLIER_S:g} s: "
+                f"earlier events of the stream of {batch!r} are neither acknowledged nor rejected for "
+                f"{WAIT_FOR_EARLIER_S:g} s: "
                 "apply the batches of a stream one after the other"
             )
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _open(

@@ -38,8 +38,8 @@ _SQLITE_OUTAGES = (
 """The file is locked, or it or its disk cannot be used."""
 _IDLE, _IN_ERROR = 0, 3
 """The transaction states `PQTRANS_IDLE` and `PQTRANS_INERROR` of libpq."""
-_JOINED = "rollback_only"
-"""A session never commits the transaction of its connection."""
+_ROLLBACK_ONLY = "rollback_only"
+"""The mode of a session that never commits the transaction of its connection."""
 
 
 class EffectTransaction(ABC):
@@ -208,7 +208,7 @@ class _GreenletTransaction(EffectTransaction):
     def session(self) -> AsyncSession:
         refuse_over(is_over=self.is_over)
         if self._session is None:
-            self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_JOINED)
+            self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_ROLLBACK_ONLY)
         return self._session
 
 
@@ -286,7 +286,9 @@ class _ThreadedTransaction(EffectTransaction):
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         refuse_over(is_over=self._is_over)
-        return await self._in_thread(lambda: self._observing(lambda: function(self._joined(), *args, **kwargs)))
+        return await self._in_thread(
+            lambda: self._observing(lambda: function(self._session_in_transaction(), *args, **kwargs))
+        )
 
     def _observing(self, function: Callable[[], R]) -> R:
         if self._observed is not None:
@@ -297,9 +299,9 @@ class _ThreadedTransaction(EffectTransaction):
             if self._observed is not None:
                 self._observed.observe()
 
-    def _joined(self) -> Session:
+    def _session_in_transaction(self) -> Session:
         if self._session is None:
-            self._session = Session(self._connect(), expire_on_commit=False, join_transaction_mode=_JOINED)
+            self._session = Session(self._connect(), expire_on_commit=False, join_transaction_mode=_ROLLBACK_ONLY)
         return self._session
 
     async def flush(self) -> None:

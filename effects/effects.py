@@ -18,7 +18,7 @@ from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import EffectDatabase, check_transactions, database_of, is_conflict, is_outage, outages, unavailable
-from .given_up import RedriveStep, token_of
+from .failed_events import RedriveDecision, token_of
 from .positions import AppliedPosition, EncodedState, StreamPosition
 from .schema import check_dialect, require
 from .state import StreamState
@@ -34,10 +34,13 @@ _checked: WeakSet[Engine] = WeakSet()
 TransactionSlots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
 _shared_slots: WeakKeyDictionary[AsyncEngine | AsyncConnection, TransactionSlots] = WeakKeyDictionary()
 
-UNKNOWN_EVENT = (
-    "it is not known whether the effects of this event are applied (it was given up on before the subscription had "
-    "effects, or their database was restored): to apply it, run 'headrace effects unknown URL --apply' and redrive it "
-    "again; to discard it, run 'headrace deadletters delete'"
+_UNKNOWN_EVENT = (
+    "it is not known whether the effects of this event are applied, because it failed before the subscription had "
+    "effects, or their database was restored"
+)
+_UNKNOWN_EVENT_HINT = (
+    "to apply it, run 'headrace effects unknown URL --apply' and redrive it again; to discard it, run 'headrace "
+    "deadletters delete'"
 )
 
 
@@ -142,7 +145,7 @@ def _check_current(*, is_current: bool) -> None:
 
 
 class EffectsInScope:
-    """Applies the effects of the events of one subscription in one queue and generation."""
+    """Applies the effects of the events of one scope: one subscription in one queue, until the next seek."""
 
     def __init__(
         self,
@@ -167,13 +170,13 @@ class EffectsInScope:
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
         events = [delivered] if isinstance(delivered, Event) else delivered.events()
-        await self._guarded(events[0], lambda: self._apply(delivered, events))
+        await self._in_turn(events[0], lambda: self._apply(delivered, events))
 
     async def redrive(self, event: Event) -> None:
-        """Apply an event that was given up on, unless its effects are applied. Raises RedriveRefused if it is not known
+        """Apply an event that failed, unless its effects are applied. Raises RedriveRefused if it is not known
         whether they are."""
         try:
-            await self._guarded(event, lambda: self._redrive(event))
+            await self._in_turn(event, lambda: self._redrive(event))
         except RedriveRefused:
             await self.note_unknown(event)
             raise
@@ -204,7 +207,7 @@ class EffectsInScope:
             self._known.drop(_stream_of(event))
 
         try:
-            await self._guarded(event, run)
+            await self._in_turn(event, run)
         except Unavailable:
             raise
         except Exception as error:  # whatever it is, the events are not to blame: they failed before
@@ -213,8 +216,8 @@ class EffectsInScope:
     def _position(self, event: Event) -> StreamPosition:
         return StreamPosition(self._scope, _stream_of(event))
 
-    async def _guarded(self, event: Event, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one transaction when its turn comes. Repeat it if it collides with another one."""
+    async def _in_turn(self, event: Event, work: Callable[[], Awaitable[None]]) -> None:
+        """Run the work of one transaction when a slot is free. Repeat it if it collides with another transaction."""
         async with self._slots:
             for attempt in range(1, CONFLICT_ATTEMPTS + 1):
                 try:
@@ -268,7 +271,7 @@ class EffectsInScope:
                 return
         async with self._opened(events, redriven=False) as opened:
             if opened.events:
-                await self._handle(self._part(delivered, opened.events), opened)
+                await self._handle(_only(delivered, opened.events), opened)
 
     async def _handle(self, delivered: Event | EventBatch, transaction: Transaction) -> None:
         assert self._handler is not None
@@ -286,37 +289,38 @@ class EffectsInScope:
     @asynccontextmanager
     async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         async with self._database.transaction() as transaction:
-            left = await transaction.call(self._position(events[0]).claim, events)
-            self._counts.already_applied += len(events) - len(left)
-            yield Transaction(transaction, self._scope, None, left)
+            unapplied = await transaction.call(self._position(events[0]).claim, events)
+            self._counts.already_applied += len(events) - len(unapplied)
+            yield Transaction(transaction, self._scope, None, unapplied)
 
     @asynccontextmanager
     async def _applying_with_state(self, events: Sequence[Event], options: StreamState) -> AsyncGenerator[Transaction]:
-        """Write position and state by one statement at the end. Until then another owner may write them, too."""
+        """Write position and state by one statement at the end. Optimistic: if another owner writes the row first, this
+        raises _StaleStateError, and the handler runs again."""
         position, stream = self._position(events[0]), _stream_of(events[0])
-        known, following = self._known.get(stream), None
+        row, next_row = self._known.get(stream), None
         try:
             async with self._database.transaction() as transaction:
-                known = known or await transaction.call(position.find)
-                left = position.after(known, events)
-                if known is not None and known.unapplied:
-                    left = await transaction.call(position.left, known, events)
-                state = HandlerState(options, known)
-                yield Transaction(transaction, self._scope, state, left)
-                if left:
+                row = row or await transaction.call(position.find)
+                unapplied = position.after(row, events)
+                if row is not None and row.unapplied:
+                    unapplied = await transaction.call(position.uncommitted_events, row, events)
+                state = HandlerState(options, row)
+                yield Transaction(transaction, self._scope, state, unapplied)
+                if unapplied:
                     await transaction.flush()
-                    encoded, revision = state.encoded(), known.revision if known is not None else 0
-                    stored = await transaction.call(position.store, left, encoded, revision)
+                    encoded, revision = state.encoded(), row.revision if row is not None else 0
+                    stored = await transaction.call(position.store, unapplied, encoded, revision)
                     _check_current(is_current=stored)
-                    if known is None or not known.unapplied:
-                        following = _following(self._scope, known, left, encoded)
+                    if row is None or not row.unapplied:
+                        next_row = _row_after(self._scope, row, unapplied, encoded)
         except Exception as error:
-            if not isinstance(error, _StaleStateError) and await self._has_changed(position, known):
+            if not isinstance(error, _StaleStateError) and await self._has_changed(position, row):
                 raise _StaleStateError from error  # perhaps only because another owner has applied the event
             raise
-        self._counts.already_applied += len(events) - len(left)
-        if following is not None:
-            self._known.put(stream, following)
+        self._counts.already_applied += len(events) - len(unapplied)
+        if next_row is not None:
+            self._known.put(stream, next_row)
         else:
             self._known.drop(stream)
 
@@ -325,35 +329,30 @@ class EffectsInScope:
             now = await transaction.call(position.find)
         return now is not None and (known is None or now.revision != known.revision)
 
-    def _part(self, delivered: Event | EventBatch, left: Sequence[Event]) -> Event | EventBatch:
-        if isinstance(delivered, Event) or len(left) == delivered.count:
-            return delivered
-        return PartialBatch(delivered, list(left))
-
     async def _redrive(self, event: Event) -> None:
         async with self._redriving(event) as opened:
             if opened.events:
-                await self._handle(self._alone(event), opened)
+                await self._handle(self._as_delivered(event), opened)
 
     @asynccontextmanager
     async def _redriving(self, event: Event) -> AsyncGenerator[Transaction]:
         position = self._position(event)
         async with self._database.transaction() as transaction:
-            step = await transaction.call(position.take, event)
-            if step is RedriveStep.REFUSE:
-                raise RedriveRefused(UNKNOWN_EVENT)
-            self._counts.already_applied += step is RedriveStep.DONE
+            decision = await transaction.call(position.claim_redrive, event)
+            if decision is RedriveDecision.REFUSE:
+                raise RedriveRefused(_UNKNOWN_EVENT, hint=_UNKNOWN_EVENT_HINT)
+            self._counts.already_applied += decision is RedriveDecision.DONE
             known = await transaction.call(position.find) if self._state_options is not None else None
             state = None if self._state_options is None else HandlerState(self._state_options, known)
-            left = [event] if step is RedriveStep.APPLY else []
-            yield Transaction(transaction, self._scope, state, left)
-            if left and state is not None and known is not None:
+            unapplied = [event] if decision is RedriveDecision.APPLY else []
+            yield Transaction(transaction, self._scope, state, unapplied)
+            if unapplied and state is not None and known is not None:
                 await transaction.flush()
                 changed = await transaction.call(position.change_state, state.encoded(), known.revision)
                 _check_current(is_current=changed)
         self._known.drop(_stream_of(event))  # a redrive changes the row
 
-    def _alone(self, event: Event) -> Event | EventBatch:
+    def _as_delivered(self, event: Event) -> Event | EventBatch:
         if not self._batch:
             return event
         batch = EventBatch.of(_stream_of(event), [event])
@@ -380,16 +379,24 @@ class KnownPositions:
             self.drop(next(iter(self._rows)))
 
     def drop(self, stream: StreamId) -> None:
-        """Read the row again: it may have changed."""
+        """Forget the row, so that the next call reads it."""
         row = self._rows.pop(stream, None)
         if row is not None:
             self._bytes -= len(row.state or b"")
 
 
-def _following(
-    scope: EffectScope, known: AppliedPosition | None, events: Sequence[Event], state: EncodedState
+def _only(delivered: Event | EventBatch, unapplied: Sequence[Event]) -> Event | EventBatch:
+    """Return the part of a batch that is not applied."""
+    if isinstance(delivered, Event) or len(unapplied) == delivered.count:
+        return delivered
+    return PartialBatch(delivered, list(unapplied))
+
+
+def _row_after(
+    scope: EffectScope, row: AppliedPosition | None, events: Sequence[Event], state: EncodedState
 ) -> AppliedPosition:
-    revision = (known.revision if known is not None else 0) + 1
+    """Return the row that replaces `row` when the effects of these events are committed."""
+    revision = (row.revision if row is not None else 0) + 1
     return AppliedPosition(scope.generation, token_of(events[-1]), revision, 0, *state)
 
 

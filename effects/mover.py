@@ -4,9 +4,10 @@ A cursor over ids would lose rows: a transaction may commit late with lower ids.
 sees, and deletes it when it is published. If the commit of one transaction precedes the insert of another one, its ids
 are lower, and each snapshot that has the second one has the first one, too. So the order of a stream holds.
 
-One transaction decides a release: it deletes the rows of the release before, and stores the number and the ids of the
-next one. The release is published as call `number` of an idempotent producer, so that the queue stores it once, however
-often it is repeated. Several processes may move the same lane: the second one only repeats the first one's work.
+A release is a set of rows of one lane that are published together, as call `number` of an idempotent producer. So the
+queue stores a release once, however often it is repeated. One transaction decides a release: it deletes the rows of
+the previous release, and stores the number and the ids of the next one. Several processes may move the same lane: the
+second one only repeats the work of the first one.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class OutboxRelease(NamedTuple):
 
 
 class OutboxBacklog(NamedTuple):
-    """What an outbox has for one provider."""
+    """The rows of an outbox that are not published yet, for one provider."""
 
     batches: int
     events: int

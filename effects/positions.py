@@ -12,7 +12,7 @@ from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope
 from .clock import now_us
 from .database import DriverStatement
-from .given_up import GivenUpEvents, RedriveStep, token_of
+from .failed_events import FailedEvents, RedriveDecision, token_of
 from .schema import key_of
 
 _KEY = "origin = :origin AND subscription = :subscription AND stream = :stream"
@@ -79,7 +79,7 @@ class StreamPosition:
     def __init__(self, scope: EffectScope, stream: StreamId) -> None:
         self.scope = scope
         self._key = {"origin": scope.origin, "subscription": scope.subscription, "stream": key_of(stream)}
-        self._given_up = GivenUpEvents(scope, self._key)
+        self._failed = FailedEvents(scope, self._key)
 
     def _row(self, first: SequenceToken, last: SequenceToken) -> dict[str, Any]:
         return {
@@ -93,9 +93,9 @@ class StreamPosition:
 
         The row stays locked until the transaction ends.
         """
-        left = self._move(connection, events)
-        if left is not None:
-            return left
+        unapplied = self._move(connection, events)
+        if unapplied is not None:
+            return unapplied
         after = self.after(self.find(connection, lock=True), events)
         return (self._move(connection, after) or []) if after else []
 
@@ -105,19 +105,23 @@ class StreamPosition:
             return list(events)
         return [] if known.generation > self.scope.generation else [e for e in events if token_of(e) > known.token]
 
-    def left(self, connection: Connection, known: AppliedPosition | None, events: Sequence[Event]) -> list[Event]:
+    def uncommitted_events(
+        self, connection: Connection, known: AppliedPosition | None, events: Sequence[Event]
+    ) -> list[Event]:
         """Return the events whose effects are not committed yet. Write nothing."""
-        left = self.after(known, events)
-        return self._given_up.not_ahead(connection, left) if known is not None and known.unapplied and left else left
+        after = self.after(known, events)
+        if known is None or not known.unapplied or not after:
+            return after
+        return self._failed.without_redriven(connection, after)
 
     def _move(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event] | None:
-        """Move the position past these events, and return those that no redrive has applied. Return None, and write
-        nothing, if the position is not before all of them."""
+        """Move the position past these events, and return those that no redrive has applied. Return None if the
+        position is already past one of them; then nothing is written."""
         row = self._row(token_of(events[0]), token_of(events[-1]))
         moved = _CLAIM.execute(connection, row).first()
         if moved is None:
             return None
-        return self._given_up.pass_over(connection, events) if moved.unapplied else events
+        return self._failed.mark_applied(connection, events) if moved.unapplied else events
 
     def find(self, connection: Connection, *, lock: bool = False) -> AppliedPosition | None:
         """Return the stream's row, None if it has none. With `lock`, lock it until the transaction ends."""
@@ -137,7 +141,7 @@ class StreamPosition:
         row |= _state_values(state, known)
         stored = connection.execute(_STORE, row).first()
         if stored is not None and stored.unapplied:
-            self._given_up.pass_over(connection, events)
+            self._failed.mark_applied(connection, events)
         return stored is not None
 
     def change_state(self, connection: Connection, state: EncodedState, known: int) -> bool:
@@ -145,33 +149,34 @@ class StreamPosition:
         row = {**self._key, **_state_values(state, known), "now_us": now_us()}
         return bool(connection.execute(_CHANGE_STATE, row).rowcount)
 
-    # ---- events that were given up on ------------------------------------------------------------------------------
+    # ---- events that failed ----------------------------------------------------------------------------------------
 
     def note_failed(self, connection: Connection, events: Sequence[Event]) -> None:
         """Note that these events failed, and leave the position: they may be delivered again, or become dead letters.
-        Later claims and redrives tell from this whether their effects are applied."""
+        Later claims and redrives learn from this whether their effects are applied."""
         known = self.lock(connection)
         if known.generation > self.scope.generation:
             return  # a seek decides about these events
-        self._given_up.add(connection, events, self.after(known, events))
+        self._failed.add(connection, events, self.after(known, events))
 
     def give_up(self, connection: Connection, events: Sequence[Event]) -> None:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""
-        left = self.after(self.lock(connection), events)
-        if left:
-            _CLAIM.execute(connection, self._row(token_of(left[0]), token_of(left[-1])))
-            self._given_up.count(connection)
+        after = self.after(self.lock(connection), events)
+        if after:
+            _CLAIM.execute(connection, self._row(token_of(after[0]), token_of(after[-1])))
+            self._failed.count(connection)
 
-    def take(self, connection: Connection, event: Event) -> RedriveStep:
-        """Return whether the caller may apply an event that was given up on."""
+    def claim_redrive(self, connection: Connection, event: Event) -> RedriveDecision:
+        """Mark a failed event as applied, so that the caller applies it in this transaction. Refuse an event without a
+        row."""
         if not connection.execute(_LOCK, self._key).rowcount:
-            return RedriveStep.REFUSE
-        return self._given_up.take(connection, event)
+            return RedriveDecision.REFUSE
+        return self._failed.claim_redrive(connection, event)
 
     def note_unknown(self, connection: Connection, event: Event) -> None:
         """Note that a redrive was refused, so that the operator can decide about the event."""
         self.lock(connection)
-        self._given_up.add_unknown(connection, event)
+        self._failed.add_unknown(connection, event)
 
     def lock(self, connection: Connection) -> AppliedPosition:
         """Return the stream's row, and lock it until the transaction ends. Create the row if it is missing, with a

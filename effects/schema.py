@@ -44,7 +44,7 @@ _NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 
 UNAPPLIED, APPLIED, UNKNOWN = "unapplied", "applied", "unknown"
-"""Outcomes of an event that failed. Unknown: a redrive of it was refused, because the effects had no row of it."""
+"""Outcomes of an event that failed. `unknown`: a redrive was refused, because this table had no row for the event."""
 
 metadata = MetaData()
 
@@ -73,8 +73,8 @@ positions = Table(
     Column("expires_at_us", BigInteger),
     postgresql_with={"fillfactor": 70},
 )
-"""The last event of each stream whose effects are committed. `unapplied` counts the stream's rows in
-`headrace_unapplied` that a claim must look at.
+"""One row for each stream: the last event whose effects are committed. `unapplied` counts the stream's rows in
+`headrace_unapplied` that a claim must look up.
 `revision` counts the writes of the row. `state` is the state of the stream; None without one."""
 
 unapplied = Table(
@@ -90,8 +90,9 @@ unapplied = Table(
     Column("generation", BigInteger, nullable=False, server_default="0"),
     Column("changed_at_us", BigInteger, nullable=False, server_default="0"),
 )
-"""Events that failed, and may be dead letters. `outcome` says whether their effects are applied, `generation` is that
-of the last change. The timestamp tells events apart if a queue that lost its end gives offsets again."""
+"""One row for each event that failed, and may be a dead letter. `outcome` is `unapplied`, `applied` or `unknown`.
+`generation` is that of the last change. The timestamp tells events apart if a queue that lost its end gives offsets
+again."""
 
 OUTBOX_ID = BigInteger().with_variant(Integer, "sqlite")
 

@@ -28,7 +28,7 @@ class StreamState:
     upgrade: Callable[[Any, int], Any] | None = None
     """Called with a stored state of another version, and with that version. It returns the state of this version."""
     ttl: timedelta | None = None
-    """The time after its last assignment until a state counts as None. None: it never ends."""
+    """How long a state is valid after its last assignment; then `tx.state` is None. None: for ever."""
 
     def __post_init__(self) -> None:
         if self.format not in ("json", "bytes"):
@@ -56,7 +56,7 @@ class StreamState:
         return encoded
 
     def decode(self, stored: bytes | None, version: int | None, expires_at_us: int | None, now_us: int) -> Any:
-        """Return the value of a stored state, None for none, and for one whose time to live is over.
+        """Return the value of a stored state. Return None if there is no state, or if its time to live is over.
 
         Raises InvalidArgument for a state of another version if there is no `upgrade`.
         """
@@ -73,5 +73,5 @@ class StreamState:
         return self.upgrade(value, version)
 
     def expires_at_us(self, now_us: int) -> int | None:
-        """The end of the life of a state that is assigned now."""
+        """Return the end of the time to live of a state that is assigned now."""
         return None if self.ttl is None else now_us + self.ttl // _MICROSECOND

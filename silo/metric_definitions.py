@@ -287,10 +287,10 @@ SECTIONS: Sequence[MetricSection] = (
             ),
             _outbox("outbox_age_seconds", "gauge", "Age of the oldest event in the outbox.", lambda o: o.age_s),
             _outbox(
-                "outbox_held_batches",
+                "outbox_refused_batches",
                 "gauge",
                 "Batches in the outbox that the queue refused.",
-                lambda o: o.held_batches,
+                lambda o: o.refused_batches,
             ),
             _outbox("outbox_failing", "gauge", "1 while the outbox cannot be moved.", lambda o: o.is_failing),
         ),

@@ -115,7 +115,7 @@ class OutboxView(NamedTuple):
     """Events that are committed and not published yet, as of the last count."""
     age_s: float
     """The age of the oldest of them, in seconds."""
-    held_batches: int
+    refused_batches: int
     """Batches that the queue refused: their streams wait."""
     problem: str
     """Why nothing can be moved; "" if it can."""

@@ -97,7 +97,7 @@ def unknown(*, url: str, subscription: str | None, origin: str | None, apply: bo
 def prune(*, url: str, older_than: str, origin: str | None, as_json: bool) -> None:
     """Delete positions that are not needed any more, and states whose time to live is over.
 
-    A position is kept if it has a state, or an event that was given up on and may be redriven.
+    A position is kept if it has a state, or an event that failed and may be redriven.
     """
     age = _duration(older_than)
     with administration.opened(url) as connection:
@@ -116,13 +116,13 @@ def outbox(*, url: str, retry: bool, as_json: bool) -> None:
     """Show the events in the outbox of the database at URL that are not published yet."""
     with administration.opened(url) as connection:
         if retry:
-            note(f"tried again: {administration.retry_held(connection)} batches")
+            note(f"tried again: {administration.retry_refused(connection)} batches")
         found = administration.outboxes(connection)
     if as_json:
         print_json([each._asdict() for each in found])
         return
     rows = [(*each[:3], _moment(each.oldest_at_us), *each[4:]) for each in found]
-    print_table(("provider", "batches", "events", "oldest_at", "held", "problem"), rows)
+    print_table(("provider", "batches", "events", "oldest_at", "refused", "problem"), rows)
 
 
 def _duration(text: str) -> timedelta:

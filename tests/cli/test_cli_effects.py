@@ -72,10 +72,10 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
         connection.execute("INSERT INTO headrace_outbox VALUES (1, 'default', 0, 'orders/42', 3, X'00', 5, 'refused')")
     (waiting,) = headrace("effects", "outbox", "sqlite:///user.db", "--json").json
     assert waiting == {
-        "provider": "default", "batches": 1, "events": 3, "oldest_at_us": 5, "held": 1, "problem": "refused",
+        "provider": "default", "batches": 1, "events": 3, "oldest_at_us": 5, "refused": 1, "problem": "refused",
     }  # fmt: skip
     assert "tried again: 1" in headrace("effects", "outbox", "sqlite:///user.db", "--retry").err
-    assert headrace("effects", "outbox", "sqlite:///user.db", "--json").json[0]["held"] == 0
+    assert headrace("effects", "outbox", "sqlite:///user.db", "--json").json[0]["refused"] == 0
     (summary,) = headrace("effects", "list", "sqlite:///user.db", "--json").json
     assert (summary["streams"], summary["states"]) == (1, 0)
     with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:

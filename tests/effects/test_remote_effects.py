@@ -178,7 +178,7 @@ async def test_tasks_that_share_a_consumer_apply_the_batches_of_a_stream_in_orde
 async def test_a_batch_is_refused_while_an_earlier_one_of_its_stream_is_set_aside(
     async_database: UserDatabase, client: Client, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(batches, "EARLIER_S", 0.1)
+    monkeypatch.setattr(batches, "WAIT_FOR_EARLIER_S", 0.1)
     effects = Effects(async_database.engine)
     for text_ in (b"a", b"b"):
         await client.stream("orders", "42").publish(text_)

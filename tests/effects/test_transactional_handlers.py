@@ -224,7 +224,7 @@ async def test_a_plain_engine_refuses_to_offer_asyncio_objects(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
-async def test_a_transaction_that_postgresql_gave_up_is_not_taken_for_committed(
+async def test_a_transaction_that_postgresql_aborted_is_not_taken_for_committed(
     kind: str, schema_url: Callable[[], str]
 ):
     async def catch(event: Event, tx: Transaction) -> None:

@@ -1,8 +1,8 @@
-"""Statements on events that were given up on. All run in a transaction of the caller, which has locked the position of
-the stream, so that two transactions never decide about the same event.
+"""Statements on events that failed. All run in a transaction of the caller, which has locked the position of the
+stream, so that two transactions never decide about the same event.
 
-A row says whether the effects of such an event are applied. Nothing is known of an event without a row: it may have
-been given up on before the subscription had effects, or the database was restored.
+There is one row for each event that failed. Its outcome is `unapplied`, `applied` or `unknown`. Nothing is known of an
+event without a row: it may have become a dead letter before the subscription had effects, or the database was restored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ADD = text("""
     ON CONFLICT DO NOTHING
 """)
 _SET = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT}")
-_TAKE = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT} AND outcome = '{UNAPPLIED}'")
+_CLAIM = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT} AND outcome = '{UNAPPLIED}'")
 _COUNT_ALL = f"""
     UPDATE headrace_position AS p SET unapplied = (
         SELECT COUNT(*) FROM headrace_unapplied AS u
@@ -49,8 +49,8 @@ _COUNT_AGAIN = text(f"{_COUNT_ALL} WHERE p.unapplied > 0")
 EventIdentity = tuple[int, int, int]
 
 
-class RedriveStep(Enum):
-    """How a redrive goes on."""
+class RedriveDecision(Enum):
+    """Whether a redrive applies its event."""
 
     APPLY = "apply"
     DONE = "done"
@@ -59,24 +59,24 @@ class RedriveStep(Enum):
     """It is not known whether they are."""
 
 
-class GivenUpEvents:
-    """The rows of one stream in one scope. `key` has origin, subscription and stream."""
+class FailedEvents:
+    """The failed events of one stream in one scope. `key` has origin, subscription and stream."""
 
     def __init__(self, scope: EffectScope, key: dict[str, str]) -> None:
         self._generation = scope.generation
         self._key = key
 
-    def add(self, connection: Connection, events: Sequence[Event], left: Sequence[Event]) -> None:
-        """Note that these events failed. `left` are the events after the position. The effects of the others are
-        applied: another owner has done so after they failed here."""
-        unapplied = {_identity(event) for event in left}
+    def add(self, connection: Connection, events: Sequence[Event], unapplied: Sequence[Event]) -> None:
+        """Note that these events failed. `unapplied` are those after the position. The others are applied: another
+        owner has applied them since."""
+        after = {_identity(event) for event in unapplied}
         known = self._rows(connection, events)
         for event in events:
             identity = _identity(event)
-            outcome = UNAPPLIED if identity in unapplied else APPLIED
+            outcome = UNAPPLIED if identity in after else APPLIED
             if identity not in known:
                 connection.execute(_ADD, self._row(event, outcome))
-            elif identity in unapplied and not self._is_ahead(known[identity]):
+            elif identity in after and not self._is_redriven(known[identity]):
                 connection.execute(_SET, self._row(event, UNAPPLIED))
         self.count(connection)
 
@@ -85,36 +85,38 @@ class GivenUpEvents:
         connection.execute(_ADD, self._row(event, UNKNOWN))
         self.count(connection)
 
-    def pass_over(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
-        """The position has moved past these events, and the caller applies the returned ones. The others were applied
-        by redrives."""
+    def mark_applied(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
+        """Mark these events as applied, because the position has moved past them. Return those that the caller must
+        still apply; redrives have applied the others."""
         known = self._rows(connection, events)
-        left = [event for event in events if not self._is_ahead(known.get(_identity(event)))]
-        for event in left:
+        unapplied = [event for event in events if not self._is_redriven(known.get(_identity(event)))]
+        for event in unapplied:
             if _identity(event) in known:
                 connection.execute(_SET, self._row(event, APPLIED))
         self.count(connection)
-        return left
+        return unapplied
 
-    def not_ahead(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
-        """Return the events that no redrive has applied before their turn. Write nothing."""
+    def without_redriven(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
+        """Return the events that no redrive has applied. Write nothing."""
         known = self._rows(connection, events)
-        return [event for event in events if not self._is_ahead(known.get(_identity(event)))]
+        return [event for event in events if not self._is_redriven(known.get(_identity(event)))]
 
-    def take(self, connection: Connection, event: Event) -> RedriveStep:
-        """Return the next step of a redrive of the event. If the answer is APPLY, the caller applies the event."""
-        if connection.execute(_TAKE, self._row(event, APPLIED)).rowcount:
+    def claim_redrive(self, connection: Connection, event: Event) -> RedriveDecision:
+        """Mark a failed event as applied, so that the caller applies it in this transaction (APPLY). Change nothing if
+        the decision is another one."""
+        if connection.execute(_CLAIM, self._row(event, APPLIED)).rowcount:
             self.count(connection)
-            return RedriveStep.APPLY
+            return RedriveDecision.APPLY
         outcome = connection.execute(_FIND, self._row(event, APPLIED)).scalar()
-        return RedriveStep.DONE if outcome == APPLIED else RedriveStep.REFUSE
+        return RedriveDecision.DONE if outcome == APPLIED else RedriveDecision.REFUSE
 
     def count(self, connection: Connection) -> None:
-        """Count the rows that the next claims must look at. Store the number in the row of the position."""
+        """Store in the position's row how many failed events of the stream a claim must look up."""
         connection.execute(_COUNT, self._key)
 
-    def _is_ahead(self, row: tuple[str, int] | None) -> bool:
-        """Whether a redrive has applied an event in this generation. The event must be after the position."""
+    def _is_redriven(self, row: tuple[str, int] | None) -> bool:
+        """Whether a redrive has applied an event in this generation, before its turn. The event must be after the
+        position."""
         return row is not None and row == (APPLIED, self._generation)
 
     def _rows(self, connection: Connection, events: Sequence[Event]) -> dict[EventIdentity, tuple[str, int]]:
