@@ -71,7 +71,6 @@ positions = Table(
     Column("state", LargeBinary),
     Column("state_version", Integer),
     Column("expires_at_us", BigInteger),
-    postgresql_with={"fillfactor": 70},
 )
 """One row for each stream: the last event whose effects are committed. `unapplied` counts the stream's rows in
 `headrace_unapplied` that a claim must look up.
@@ -112,7 +111,6 @@ outbox = Table(
         "headrace_outbox_held", "provider", "lane", "stream",
         postgresql_where=text("problem IS NOT NULL"), sqlite_where=text("problem IS NOT NULL"),
     ),
-    postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 20000},
     sqlite_autoincrement=True,
 )  # fmt: skip
 """Batches to publish. The streams of a provider are divided into lanes. Within a lane, batches are moved in the order
@@ -128,10 +126,16 @@ outbox_lanes = Table(
     Column("ids", Text, nullable=False),
     Column("holder", String(64), nullable=False),
     Column("until_us", BigInteger, nullable=False),
-    postgresql_with={"fillfactor": 50},
 )
 """The last release of each lane: the batches with these `ids` (JSON) are published as call `number` of an idempotent
 `producer`. `holder` moves the lane until `until_us`."""
+
+_STORAGE = {
+    positions: "fillfactor = 70",
+    outbox: "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000",
+    outbox_lanes: "fillfactor = 50",
+}
+"""Storage parameters of PostgreSQL. SQLAlchemy 2.0 has no option for those of a table."""
 
 Migration = Callable[[Connection], None]
 
@@ -169,13 +173,19 @@ def check_dialect(name: str) -> None:
 def ddl(dialect: str = "postgresql") -> list[str]:
     """Return the statements that create the tables. Raises NotSupported for another dialect."""
     check_dialect(dialect)
+    return [*_creations(dialect), f"INSERT INTO {effects_version.name} (id, version) VALUES (1, {VERSION})"]  # noqa: S608
+
+
+def _creations(dialect: str) -> list[str]:
     chosen = _DIALECTS[dialect]()
-    made = [
-        each for table in metadata.sorted_tables for each in (CreateTable(table), *map(CreateIndex, _indexes(table)))
-    ]
-    tables = [str(each.compile(dialect=chosen)).strip() for each in made]
-    lines = ["\n".join(line.rstrip() for line in table.replace("\t", "    ").splitlines()) for table in tables]
-    return [*lines, f"INSERT INTO {effects_version.name} (id, version) VALUES (1, {VERSION})"]  # noqa: S608
+    statements: list[str] = []
+    for table in metadata.sorted_tables:
+        for made in (CreateTable(table), *map(CreateIndex, _indexes(table))):
+            lines = str(made.compile(dialect=chosen)).strip().replace("\t", "    ").splitlines()
+            statement = "\n".join(line.rstrip() for line in lines)
+            has_storage = isinstance(made, CreateTable) and table in _STORAGE and dialect == "postgresql"
+            statements.append(f"{statement} WITH ({_STORAGE[table]})" if has_storage else statement)
+    return statements
 
 
 def _indexes(table: Table) -> list[Index]:
@@ -192,7 +202,8 @@ def migrate(connection: Connection) -> bool:
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     version = _version(connection)
     if version is None:
-        metadata.create_all(connection, checkfirst=False)
+        for statement in _creations(connection.dialect.name):
+            connection.exec_driver_sql(statement)
         connection.execute(insert(effects_version).values(id=1, version=VERSION))
         return True
     _check_not_newer(version)

@@ -13,7 +13,7 @@ from headrace import Effects, Event, Unavailable
 from headrace.agents.effects_service import PositionedFailures
 from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
-from headrace.effects.schema import migrate
+from headrace.effects.schema import metadata, migrate
 from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_transactional_handlers import event_at, in_scope
 
@@ -152,3 +152,23 @@ async def test_a_url_with_a_driver_for_asyncio_opens_the_same_database(kind: str
         with opened(drivers[kind], migrated=False) as connection:
             assert migrate(connection)
     made.dispose()
+
+
+def test_the_tables_need_no_option_that_sqlalchemy_2_0_lacks():
+    options = {
+        name for table in metadata.sorted_tables for name in table.dialect_kwargs if name.startswith("postgresql")
+    }
+    assert not options
+
+
+async def test_tables_in_postgresql_have_storage_parameters(schema_url: Callable[[], str]):
+    async with user_database("psycopg", "", schema_url) as database:
+        found = database.rows(
+            "SELECT relname, reloptions FROM pg_class WHERE relnamespace = CAST(current_schema() AS regnamespace) "
+            "AND relkind = 'r' AND reloptions IS NOT NULL ORDER BY relname"
+        )
+        assert found == [
+            ("headrace_outbox", ["autovacuum_vacuum_scale_factor=0", "autovacuum_vacuum_threshold=20000"]),
+            ("headrace_outbox_lane", ["fillfactor=50"]),
+            ("headrace_position", ["fillfactor=70"]),
+        ]
