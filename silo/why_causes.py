@@ -110,7 +110,7 @@ CAUSES: dict[str, CauseText] = {
     ),
     "nothing_pending": CauseText(
         "The subscription needs no stored event of the stream: each is finished, filtered or before its start.",
-        "If it shall get earlier events, move it with `headrace subscriptions seek`.",
+        "To get earlier events, move the subscription with `headrace subscriptions seek`.",
     ),
     "undetermined": CauseText(
         "None of the known causes applies.",
