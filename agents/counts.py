@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from time import time
+from typing import Any
 
+from ..streams.errors import InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.histograms import Histogram
 from ..streams.transactions import EffectCounts
 
 MEASURE_S = 0.01
-"""Shortest time between two batches whose delivery is measured, in seconds. So measuring costs the same under load."""
+"""Shortest time between two batches whose delivery is measured, in seconds. It bounds the cost of measuring."""
+MAX_DELAY_S = 86400.0
+"""A longer delay counts as this long: the time of an event may be any year."""
 
 
 @dataclass(slots=True)
@@ -24,9 +30,9 @@ class DeliveryCounts(EffectCounts):
     retries: int = 0
     """Attempts that were put off after a failure."""
     retries_unavailable: int = 0
-    """Of these, attempts after failures of a dependency, which do not count against the event."""
+    """Part of `retries`: attempts after failures of a dependency, which do not count against the event."""
     retries_held: int = 0
-    """Of these, attempts after failures that do not count because the circuit breaker holds the subscription."""
+    """Part of `retries`: attempts after failures that do not count because the breaker holds the subscription."""
     dead_lettered: int = 0
     """Events given up on and kept."""
     skipped: int = 0
@@ -38,16 +44,29 @@ class DeliveryCounts(EffectCounts):
     detached: int = 0
     """Streams taken out of the cache because their consumer was slow."""
     delivery_delay: Histogram = field(default_factory=Histogram)
-    """From the time that an event has from its publisher to its delivery, of the batches that are measured."""
+    """Time from an event's timestamp to its first delivery, of the batches that are measured."""
     handling: Histogram = field(default_factory=Histogram)
-    """From the delivery of a batch until its handler returned, or its consumer acknowledged it, of those measured."""
+    """Time from the delivery of a measured batch until its handler returned, or its consumer acknowledged it."""
     measure_at: float = 0.0
-    """The next batch delivered from then on is measured, by the monotonic clock of the delivery."""
+    """The next batch delivered from this monotonic time on is measured."""
 
-    def measure_delay(self, batch: EventBatch, now: float) -> None:
-        """A batch is delivered at `now`, at or after `measure_at`: measure its delay."""
+    def measure_delay(self, batch: EventBatch, now: float, *, first: bool) -> None:
+        """A batch is delivered at `now`, at or after `measure_at`: measure its delay if this is its `first` delivery. A
+        batch that cannot be read is not measured: its delivery reports that."""
         self.measure_at = now + MEASURE_S
-        self.delivery_delay.observe(time() - batch.first_timestamp_us() / 1e6)
+        if first:
+            with suppress(InvalidArgument):
+                self.delivery_delay.observe(min(time() - batch.first_timestamp_us() / 1e6, MAX_DELAY_S))
+
+    @classmethod
+    def sum_of(cls, counts: Iterable[DeliveryCounts]) -> DeliveryCounts:
+        """Return the counts of several deliveries together."""
+        parts = list(counts)
+        sums: dict[str, Any] = {
+            each.name: sum(getattr(one, each.name) for one in parts) for each in fields(cls) if each.type == "int"
+        }
+        delay = Histogram.sum_of(one.delivery_delay for one in parts)
+        return cls(**sums, delivery_delay=delay, handling=Histogram.sum_of(one.handling for one in parts))
 
 
 @dataclass(slots=True)

@@ -219,7 +219,8 @@ class Feed:
             self.owner.relieve(self)
             self._pause_s = 20 * (monotonic() - before)
         self.throttled = False
-        self.owner.received.pressure_s += monotonic() - began
+        if self is self.owner.main:
+            self.owner.received.pressure_s += monotonic() - began
 
     @contextmanager
     def _nothing_goes(self) -> Generator[None]:

@@ -11,7 +11,7 @@ from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
 from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
-from ..streams.subscriptions import is_consumers_position
+from ..streams.subscriptions import CONSUMER_SEPARATOR, is_consumers_position
 from .agent import PullingAgent
 from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget
@@ -19,6 +19,9 @@ from .counts import DeliveryCounts, ReceivedCounts
 from .delivery.delivery import Delivery
 from .failure_recorder import FailureRecorder
 from .served import ServedSubscription
+
+_ENDED = -1
+"""In the place of a queue: the counts of a subscription's consumers that have left."""
 
 
 class HostState:
@@ -103,7 +106,8 @@ class HostState:
         """Serve a subscription no more. Its deliveries go on until they are detached."""
         served = self._served.pop(name)
         if is_consumers_position(served.definition):  # there is no end of consumers' names
-            self._counts.pop(name, None)
+            of = self._counts.setdefault(name.partition(CONSUMER_SEPARATOR)[0], {})
+            of[_ENDED] = DeliveryCounts.sum_of([*self._counts.pop(name, {}).values(), of.get(_ENDED, DeliveryCounts())])
 
     def _attach(self, served: ServedSubscription, queue: int) -> None:
         queue_epoch = served.epoch if self.leases is None else self.leases[queue]
@@ -115,6 +119,10 @@ class HostState:
         )  # fmt: skip
         served.begin(queue, delivery)
         self.agents[queue].attach(delivery)
+
+    def ended_counts(self, name: str) -> DeliveryCounts | None:
+        """Counts of a subscription's consumers that have left, with mode broadcast; None if none has."""
+        return self._counts.get(name, {}).get(_ENDED)
 
     def counts(self, name: str) -> Sequence[DeliveryCounts]:
         """Counts of a subscription's events in each queue since the process began."""

@@ -12,8 +12,8 @@ class SiloFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name of logging)
         line = super().formatMessage(record)
-        trace_id = getattr(record, "trace_id", "")
-        return f"{line} trace_id={trace_id} span_id={getattr(record, 'span_id', '')}" if trace_id else line
+        trace_id = getattr(record, "otelTraceID", "")
+        return f"{line} trace_id={trace_id} span_id={getattr(record, 'otelSpanID', '')}" if trace_id else line
 
 
 def log_to_stderr(level: str, silo: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +11,22 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..streams.errors import HeadraceError
-from ..streams.subscriptions import CONSUMER_SEPARATOR
+from ..streams.subscriptions import CONSUMER_SEPARATOR, Mode, is_consumers_position
 from .provider_core import ProviderCore
 from .views import age_s, lag_of
+
+log = logging.getLogger("headrace.silo")
 
 SAMPLE_S = 2.0
 """Interval of samples, in seconds."""
 MAX_SHARE = 0.01
 """Share of the time that sampling takes at most. If a sample takes long, the interval grows."""
+MAX_PAUSE_S = 30.0
+"""The longest interval, in seconds: alerts must see the lag, even if measuring it takes a larger share."""
+MAX_SAMPLE_S = 20.0
+"""Longest time of one provider's sample, in seconds. After that its lag is not known."""
+UNSERVED_SAMPLES = 5
+"""The stored progress of subscriptions that are not served is read for every fifth sample."""
 KEPT_SAMPLES = 300
 MAX_SUBSCRIPTIONS = 500
 """Subscriptions of a provider whose lag is kept; of further ones, only the last sample is."""
@@ -63,6 +72,9 @@ class LagHistory:
         self._kept: dict[str, dict[str, deque[Lag]]] = {}
         self._last: dict[str, Sequence[QueueLag]] = {}
         self._delayed: dict[str, Mapping[int, int]] = {}
+        self._samples: dict[str, int] = {}
+        """The number of samples, by provider."""
+        self._unserved_lags: dict[str, Sequence[QueueLag]] = {}
 
     async def run(self) -> None:
         """Take samples until the task is cancelled."""
@@ -70,17 +82,25 @@ class LagHistory:
         while True:
             began = loop.time()
             for provider in self._providers.values():
-                await self.sample(provider)
-            await asyncio.sleep(max(self._sample_s, (loop.time() - began) / MAX_SHARE))
+                try:
+                    async with asyncio.timeout(MAX_SAMPLE_S):
+                        await self.sample(provider)
+                except Exception as error:  # noqa: BLE001 (samples of other providers go on)
+                    self._last.pop(provider.name, None)  # unknown is better than old
+                    self._delayed.pop(provider.name, None)
+                    log.warning("the lag of provider %r cannot be measured: %r", provider.name, error)
+            await asyncio.sleep(min(max(self._sample_s, (loop.time() - began) / MAX_SHARE), MAX_PAUSE_S))
 
     async def sample(self, provider: ProviderCore) -> None:
-        """Take one sample of all subscriptions that are served."""
+        """Take one sample of all subscriptions that are served, and of those that nobody here serves."""
         found: dict[str, Lag] = {}
         by_queue: dict[tuple[str, int], Lag] = {}
         for name, queue, lag in await _measured(provider):
             found[name] = found[name].plus(lag) if name in found else lag
             key = name, queue
             by_queue[key] = by_queue[key].plus(lag) if key in by_queue else lag
+        for name, queue, lag in await self._unserved(provider):
+            by_queue.setdefault((name, queue), lag)
         self._last[provider.name] = [QueueLag(name, queue, lag) for (name, queue), lag in by_queue.items()]
         self._delayed[provider.name] = await _delayed(provider)
         before = self._kept.get(provider.name, {})
@@ -88,6 +108,15 @@ class LagHistory:
         for number, (name, lag) in enumerate(found.items()):
             length = KEPT_SAMPLES if number < MAX_SUBSCRIPTIONS else 1
             kept[name] = deque((*before.get(name, ()), lag), maxlen=length)
+
+    async def _unserved(self, provider: ProviderCore) -> Sequence[QueueLag]:
+        """Return the lag of subscriptions that this process does not serve, in the queues that it reads. Their stored
+        progress is read for every fifth sample."""
+        self._samples[provider.name] = number = self._samples.get(provider.name, -1) + 1
+        if number % UNSERVED_SAMPLES == 0:
+            self._unserved_lags[provider.name] = await _measured_stored(provider)
+        served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
+        return [lag for lag in self._unserved_lags.get(provider.name, ()) if lag.subscription not in served]
 
     def last(self, provider: str) -> Sequence[QueueLag]:
         """Return the lag of each subscription in each queue that this process serves, in the last sample."""
@@ -107,7 +136,7 @@ class LagHistory:
 
 async def _delayed(provider: ProviderCore) -> dict[int, int]:
     counted: dict[int, int] = {}
-    for queue in range(provider.queues):
+    for queue in filter(provider.manager.state.reads, range(provider.queues)):
         with suppress(HeadraceError):
             counted[queue] = (await lag_of(provider.adapter, queue, None)).later_events
     return counted
@@ -122,10 +151,29 @@ async def _measured(provider: ProviderCore) -> list[QueueLag]:
         for queue, delivery in list(one.deliveries.items()):
             lag = Lag(now_us, delivered_events=delivery.counts.delivered_events)
             try:
-                lag = await _with_backlog(provider, queue, delivery.progress.watermark, ends, lag)
+                lag = await _with_backlog(provider, queue, delivery.progress.awaited, ends, lag)
             except HeadraceError:  # the queue cannot be read: its state reports that
                 lag = lag._replace(events=None, age_ms=None)
             found.append(QueueLag(name.partition(CONSUMER_SEPARATOR)[0], queue, lag))
+    return found
+
+
+async def _measured_stored(provider: ProviderCore) -> list[QueueLag]:
+    """Return the lag of the stored progress of the subscriptions that this process does not serve, in its queues."""
+    served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
+    now_us, ends = time.time_ns() // 1000, dict[int, int]()
+    found: list[QueueLag] = []
+    for definition in await provider.store.subscriptions(provider.name):
+        if definition.name in served or is_consumers_position(definition) or definition.mode is Mode.BROADCAST:
+            continue
+        for queue, stored in (await provider.store.checkpoints(provider.name, definition.name)).items():
+            if provider.manager.state.reads(queue):
+                lag = Lag(now_us)
+                try:
+                    lag = await _with_backlog(provider, queue, stored.awaited, ends, lag)
+                except HeadraceError:
+                    lag = lag._replace(events=None, age_ms=None)
+                found.append(QueueLag(definition.name, queue, lag))
     return found
 
 

@@ -1,4 +1,4 @@
-"""A provider that shows its metrics in a program of its user."""
+"""Export of a provider's metrics to a registry of the user's program."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class MeasuredProvider(ProviderCore):
         """Ends what `register_metrics` began."""
 
     def register_metrics(self, registry: CollectorRegistry | None = None) -> None:
-        """Show the metrics of this provider in a registry of `prometheus_client` until it is closed; None: in the
-        default one. Several providers may share a registry. The lag is measured every two seconds meanwhile.
+        """Show the metrics of this provider in a registry of `prometheus_client` until the provider is closed. None:
+        the default registry. Providers with different names may share one. The lag is measured every two seconds.
 
-        Raises InvalidArgument if they are shown already.
+        Raises InvalidArgument if they are shown already, or another provider of this name is.
         """
         from prometheus_client import REGISTRY  # noqa: PLC0415 (it takes long to import, and is needed only here)
 
@@ -37,8 +37,8 @@ class MeasuredProvider(ProviderCore):
         if self._end_metrics is not None:
             raise InvalidArgument(f"the metrics of provider {self.name!r} are registered already")
         history = LagHistory({self.name: self})
-        self._measuring.start(history.run(), f"headrace lag history {self.name}")
         self._end_metrics = show(self, history, registry or REGISTRY)
+        self._measuring.start(history.run(), f"headrace lag history {self.name}")
 
     async def _close(self, drain_s: float) -> None:
         if self._end_metrics is not None:

@@ -1,4 +1,4 @@
-"""All metrics: their names, and the values of a snapshot that they have.
+"""All metrics: their names, and how each value is read from a snapshot.
 
 docs/metrics.md has the same tables; a test compares them. No label has the key of a stream, the id of a consumer, or
 the text of an error: the number of series must not grow with the events.
@@ -106,7 +106,7 @@ def _queue(name: str, kind: Kind, help: str, read: Callable[[QueueView], Value |
 
 def _subscription(name: str, kind: Kind, help: str, read: Callable[[SubscriptionView], Value | None]) -> Definition:  # noqa: A002
     def samples(now: Snapshot) -> Iterable[Sample]:
-        return [([one.name, each.name], read(each)) for one in now.providers for each in one.statistics.subscriptions]
+        return [([one.name, each.name], read(each)) for one in now.providers for each in one.subscriptions]
 
     return Definition(name, kind, ["provider", "subscription"], help, samples)
 
@@ -135,7 +135,7 @@ def _delayed(now: Snapshot) -> Iterable[Sample]:
 
 def _retries(now: Snapshot) -> Iterable[Sample]:
     for one in now.providers:
-        for each in one.statistics.subscriptions:
+        for each in one.subscriptions:
             counted = each.retries - each.retries_unavailable - each.retries_held
             yield [one.name, each.name, "failure"], counted
             yield [one.name, each.name, "unavailable"], each.retries_unavailable
@@ -335,18 +335,18 @@ SECTIONS: Sequence[MetricSection] = (
         (
             _lag(
                 "lag_events",
-                "Events from the first unfinished one to the queue's end. Estimated if there are many.",
+                "Events from the first unfinished one to the queue's end, without paused streams. Perhaps an estimate.",
                 lambda _, one: one.lag.events,
             ),
             _lag(
                 "lag_bytes",
-                "The same in bytes, from the mean size of the events that this process has read.",
+                "Lag in bytes, estimated from the mean size of the events that this process has read.",
                 ProviderSnapshot.lag_bytes,
             ),
-            _lag("lag_batches", "The same in batches.", _lag_batches),
+            _lag("lag_batches", "Lag in batches.", _lag_batches),
             _lag(
                 "lag_seconds",
-                "Time since the first event that the subscription has not finished was stored, or became due.",
+                "Time since the first unfinished event was stored, or became due, without paused streams.",
                 _lag_seconds,
             ),
         ),
@@ -359,13 +359,13 @@ SECTIONS: Sequence[MetricSection] = (
             _subscription(
                 "delivery_delay_seconds",
                 "histogram",
-                "From the time that an event has from its publisher to its delivery.",
+                "Time from an event's timestamp to its first delivery.",
                 lambda s: s.delivery_delay,
             ),
             _subscription(
                 "handling_seconds",
                 "histogram",
-                "From the delivery of a batch until its handler returned, or its consumer acknowledged it.",
+                "Time from the delivery of a batch until its handler returned, or its consumer acknowledged it.",
                 lambda s: s.handling,
             ),
             _subscription("filtered_events", "counter", "Events that the filter held back.", lambda s: s.filtered),
@@ -396,7 +396,7 @@ SECTIONS: Sequence[MetricSection] = (
             _subscription(
                 "handlers_running",
                 "gauge",
-                "Handlers that run now, or parcels in the hands of remote consumers.",
+                "Handlers that run now, or parcels that remote consumers hold.",
                 lambda s: s.in_flight,
             ),
             _subscription("streams_ready", "gauge", "Streams that are ready for a handler.", lambda s: s.ready),
@@ -412,7 +412,7 @@ SECTIONS: Sequence[MetricSection] = (
             _subscription(
                 "catch_ups",
                 "gauge",
-                "Queues in which the subscription reads what left the cache.",
+                "Queues in which the subscription reads events that are no longer in the cache.",
                 lambda s: s.catch_ups,
             ),
             _subscription(
@@ -479,7 +479,7 @@ SECTIONS: Sequence[MetricSection] = (
                 "queues_unserved_seconds",
                 "counter",
                 ["provider"],
-                "Time without a silo, summed over the queues.",
+                "Time in which queues had no silo, summed over the queues.",
                 _unserved_s,
             ),
         ),
@@ -495,7 +495,7 @@ SECTIONS: Sequence[MetricSection] = (
                 "How late the event loop ran a task. It is late while a handler blocks the loop.",
                 _loop_delay,
             ),
-            _usage("clients", "Clients with counts, including idle ones.", lambda u: u.clients),
+            _usage("clients", "Clients whose usage is tracked, including idle ones.", lambda u: u.clients),
             _usage("connections", "Connections of clients with calls on them.", lambda u: u.connections),
             _usage("calls", "Calls that are open; a stream is one.", lambda u: u.calls),
             _usage(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ..agents.counts import LeaseCounts
+from ..agents.counts import DeliveryCounts, LeaseCounts
 from ..server.limits import TotalUsage
 from ..streams.histograms import Histogram
+from ..streams.subscriptions import CONSUMER_SEPARATOR
 from .lag_history import LagHistory, QueueLag
 from .provider_core import ProviderCore
-from .views import ProviderStatistics
+from .views import ProviderStatistics, SubscriptionView
 
 
 class ProviderSnapshot(NamedTuple):
-    """A provider at one moment. It stays as it is while the provider goes on."""
+    """A provider at one moment: an immutable copy."""
 
     name: str
     statistics: ProviderStatistics
+    subscriptions: Sequence[SubscriptionView]
+    """A subscription with mode broadcast is one, with the sums of its consumers."""
     lags: Sequence[QueueLag]
     delayed: Mapping[int, int]
     publish_durations: Histogram
@@ -72,13 +75,40 @@ class Snapshot(NamedTuple):
     cluster: ClusterSnapshot | None = None
 
 
+def merged_consumers(
+    views: Sequence[SubscriptionView], ended: Callable[[str], DeliveryCounts | None]
+) -> list[SubscriptionView]:
+    """Return one view of each subscription with mode broadcast instead of one of each consumer: there is no end of
+    consumers' names. `ended` returns the counts of its consumers that have left."""
+    by_name: dict[str, list[SubscriptionView]] = {}
+    for view in views:
+        by_name.setdefault(view.name.partition(CONSUMER_SEPARATOR)[0], []).append(view)
+    return [
+        of[0] if len(of) == 1 and of[0].name == name else _sum(name, of, ended(name)) for name, of in by_name.items()
+    ]
+
+
+def _sum(name: str, views: Sequence[SubscriptionView], ended: DeliveryCounts | None) -> SubscriptionView:
+    sums: dict[str, Any] = {}
+    for field, first in views[0]._asdict().items():
+        parts = [getattr(view, field) for view in views]
+        if ended is not None and hasattr(ended, field):
+            parts.append(getattr(ended, field))
+        if isinstance(first, Histogram):
+            sums[field] = Histogram.sum_of(parts)
+        elif not isinstance(first, str):
+            sums[field] = sum(parts)
+    return views[0]._replace(**{**sums, "name": name})
+
+
 def provider_snapshot(provider: ProviderCore, history: LagHistory) -> ProviderSnapshot:
     """Return the provider as it is now. `history` has the last sample of its lag."""
     checkpointer, publishing = provider.manager.checkpointer, provider.publishing
-    leases = provider.manager.queue_host.lease_counts
+    leases, statistics = provider.manager.queue_host.lease_counts, provider.statistics()
     return ProviderSnapshot(
         name=provider.name,
-        statistics=provider.statistics(),
+        statistics=statistics,
+        subscriptions=merged_consumers(statistics.subscriptions, provider.manager.state.ended_counts),
         lags=history.last(provider.name),
         delayed=history.delayed(provider.name),
         publish_durations=Histogram.sum_of([publishing.durations]),

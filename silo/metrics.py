@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
+from ..streams.errors import InvalidArgument
 from .lag_history import LagHistory
 from .metric_definitions import SECTIONS, MetricSection
 from .metric_snapshots import ProviderSnapshot, Snapshot, provider_snapshot
 from .provider_core import ProviderCore
 
-ANSWER_S = 5.0
+ANSWER_S = 2.0
 """How long a reader of a registry in another thread waits for the loop of a provider, in seconds."""
 
 
@@ -72,11 +74,16 @@ class ProvidersCollector:
         """Show a provider of the running loop."""
         self._shown[provider] = history, asyncio.get_running_loop()
 
+    @property
+    def names(self) -> set[str]:
+        """The names of the providers."""
+        return {provider.name for provider in self._shown}
+
     def remove(self, provider: ProviderCore) -> None:
         self._shown.pop(provider, None)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: then the registry does not collect the metrics to learn their names."""
+        """Return nothing. Without this method, the registry would call `collect` when this is registered."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -87,23 +94,27 @@ class ProvidersCollector:
     def _taken(
         self, provider: ProviderCore, history: LagHistory, loop: asyncio.AbstractEventLoop
     ) -> ProviderSnapshot | None:
-        """Take the snapshot on the loop of the provider: nothing changes meanwhile."""
-        try:
-            if asyncio.get_running_loop() is loop:
-                return provider_snapshot(provider, history)
-        except RuntimeError:
-            pass
+        """Take the snapshot on the loop of the provider, so that nothing changes meanwhile. Return None if the loop is
+        blocked for too long, or closed."""
 
         async def take() -> ProviderSnapshot:
             return provider_snapshot(provider, history)
 
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is loop:
+            return provider_snapshot(provider, history)
         if not loop.is_running():
             return None
-        taking = asyncio.run_coroutine_threadsafe(take(), loop)
+        taking = take()
         try:
-            return taking.result(ANSWER_S)
-        except TimeoutError:
-            taking.cancel()
+            return asyncio.run_coroutine_threadsafe(taking, loop).result(ANSWER_S)
+        except (TimeoutError, CancelledError):
+            return None
+        except RuntimeError:  # the loop was closed just now
+            taking.close()
             return None
 
 
@@ -111,8 +122,14 @@ _collectors = WeakKeyDictionary[CollectorRegistry, ProvidersCollector]()
 
 
 def show(provider: ProviderCore, history: LagHistory, registry: CollectorRegistry) -> Callable[[], None]:
-    """Show a provider's metrics in a registry. Return the function that ends it."""
+    """Show a provider's metrics in a registry. Return the function that ends it. Raises InvalidArgument if another
+    provider of the same name is shown there."""
     collector = _collectors.setdefault(registry, ProvidersCollector())
+    if provider.name in collector.names:
+        raise InvalidArgument(
+            f"the registry has the metrics of a provider {provider.name!r} already: open this one under another name, "
+            "or use another registry"
+        )
     if not len(collector):
         registry.register(collector)
     collector.add(provider, history)

@@ -77,8 +77,8 @@ def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rar
 
 
 def write_trace(trace: bytes) -> bytes:
-    """Encode the field of a trace, which precedes the payload; nothing for an empty one."""
-    return bytes((_TRACE, len(trace))) + trace if trace else b""
+    """Encode the field of a trace, which precedes the payload; nothing for one of another length."""
+    return bytes((_TRACE, TRACE_BYTES)) + trace if len(trace) == TRACE_BYTES else b""
 
 
 def read_trace(encoded: bytes, prefix: bytes = b"") -> bytes:

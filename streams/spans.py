@@ -2,7 +2,7 @@
 
 The names follow OpenTelemetry's conventions for messaging, which are still in development: no other module knows them.
 The span of a handler is a child of the span that published its batch. The conventions allow a parent for a single
-message; a batch of headrace has one publisher and one span, so that its parent is as clear.
+message; a batch of headrace has one publisher and one span, so it can have a parent, too.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class Spans:
 
     def handling(
         self, provider: str, subscription: str, queue: int, batch: EventBatch, *, redriven: bool = False
-    ) -> HandlingSpan | None:
-        """Begin a span around the handler of a batch, as a child of the span that published it. Return None if that one
-        was not sampled."""
-        parent = decoded(batch.trace())
-        if parent.is_valid and not parent.trace_flags.sampled:
-            return None
+    ) -> HandlingSpan:
+        """Begin a span around the handler of a batch, as a child of the span that published it; without one, as a root.
+        If the publisher's span was not sampled, nothing is recorded, and publishes of the handler are not sampled,
+        either."""
+        publisher = decoded(batch.trace())
+        if publisher.is_valid and not publisher.trace_flags.sampled:
+            return HandlingSpan(NonRecordingSpan(publisher))
         operation = "redrive" if redriven else "process"
         attributes = _attributes(operation, provider, batch.stream, batch.count)
         attributes |= {
@@ -76,9 +77,9 @@ class Spans:
             "messaging.destination.partition.id": str(queue),
             "headrace.offset": batch.offset,
         }
-        around = set_span_in_context(NonRecordingSpan(parent), Context()) if parent.is_valid else None
-        span = self._tracer.start_span(f"{operation} {provider}", around, SpanKind.CONSUMER, attributes)
-        return HandlingSpan(span)
+        # Never the current context: it is that of the task that subscribed.
+        parent = set_span_in_context(NonRecordingSpan(publisher), Context()) if publisher.is_valid else Context()
+        return HandlingSpan(self._tracer.start_span(f"{operation} {provider}", parent, SpanKind.CONSUMER, attributes))
 
     @contextmanager
     def pulling(self, provider: str, subscription: str) -> Generator[PullSpan]:
@@ -100,9 +101,10 @@ class HandlingSpan:
         self._token: Token[Context] = contexts.attach(set_span_in_context(span))
 
     def failed(self, error: BaseException) -> None:
-        """The handler raised."""
-        self._span.record_exception(error)
-        self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        """The handler raised. A cancellation is no failure: the queue moves, or the process stops."""
+        if isinstance(error, Exception):
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
 
     def end(self) -> None:
         contexts.detach(self._token)
@@ -158,7 +160,8 @@ def decoded(trace: bytes) -> SpanContext:
 
 
 def add_ids_to_log_records() -> None:
-    """Give each log record the fields `trace_id` and `span_id`, in hexadecimal; "" outside of spans. Idempotent."""
+    """Give each log record the fields `otelTraceID` and `otelSpanID`, in hexadecimal; "" outside of spans. These names
+    are those of OpenTelemetry's own instrumentation of logging. Idempotent."""
     make = logging.getLogRecordFactory()
     if not isinstance(make, _RecordFactory):
         logging.setLogRecordFactory(_RecordFactory(make))
@@ -171,6 +174,6 @@ class _RecordFactory:
     def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
         record: logging.LogRecord = self._make(*arguments, **options)
         context = get_current_span().get_span_context()
-        record.trace_id = f"{context.trace_id:032x}" if context.is_valid else ""
-        record.span_id = f"{context.span_id:016x}" if context.is_valid else ""
+        record.otelTraceID = f"{context.trace_id:032x}" if context.is_valid else ""
+        record.otelSpanID = f"{context.span_id:016x}" if context.is_valid else ""
         return record

@@ -398,6 +398,11 @@ class Checkpoint(NamedTuple):
         """The lowest offset that the subscription still needs."""
         return min([self.next_offset, *(b.token.offset for b in self.behind.values())])
 
+    @property
+    def awaited(self) -> int:
+        """The lowest offset that the subscription still needs, without streams that are paused."""
+        return min([self.next_offset, *(b.token.offset for b in self.behind.values() if not b.paused)])
+
     def wants(self, stream: StreamId, offset: int) -> bool:
         """Whether an event of the batch at `offset`, of this stream, must still be delivered."""
         behind = self.behind.get(stream)

@@ -36,6 +36,7 @@ def promtool(*arguments: str | Path) -> str:
 def quickened(rules: str) -> str:
     """Return alert rules in which all times are `SCALE` times shorter: ranges, `for`, and limits in seconds."""
     rules = re.sub(r"(?<=\[)(\d+)m(?=\])", r"\1s", rules)
+    rules = re.sub(r"(?<=offset )(\d+)m", r"\1s", rules)
     rules = re.sub(r"(?<=for: )(\d+)m", r"\1s", rules)
     return re.sub(r"(_seconds\) > |_age_seconds > )(\d+)", lambda limit: f"{limit[1]}{int(limit[2]) / SCALE:g}", rules)
 

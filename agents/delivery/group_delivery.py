@@ -142,7 +142,7 @@ class GroupDelivery(Delivery):
         parcel.count = parcel.events
         parcel.measured = now >= self.counts.measure_at
         if parcel.measured:
-            self.counts.measure_delay(parcel.pieces[0].batch, now)
+            self.counts.measure_delay(parcel.pieces[0].batch, now, first=parcel.cursor.trouble is None)
         # The parcel is sent in one response: otherwise its beginning could be rejected while the rest is still on its
         # way.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))

@@ -69,7 +69,7 @@ class HandlerDelivery(Delivery):
 
     # ---- handlers run ----------------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:  # noqa: C901, PLR0912 (see its docstring)
+    async def _work(self) -> None:  # noqa: C901, PLR0912, PLR0915 (see its docstring)
         """Call handlers until no cursor is ready. The body is not divided into functions: each costs a call per
         batch."""
         progress, handle, gate, breaker = self.progress, self._handle, self.gate, self.gate.breaker
@@ -91,11 +91,12 @@ class HandlerDelivery(Delivery):
             assert batch is not None
             if breaker.limiting:
                 gate.begin()
-            span = self._begin_span(batch) if tracing.active is not None else None
-            start, measured = cursor.index, now >= counts.measure_at
-            if measured:
-                counts.measure_delay(batch, now)
+            span, start, measured = None, cursor.index, now >= counts.measure_at
             try:
+                if measured:
+                    counts.measure_delay(batch, now, first=cursor.trouble is None)
+                if tracing.active is not None:
+                    span = self._begin_span(batch)
                 handled = await (self._handle_one if probe else handle)(cursor, batch)
             except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
                 if span is not None:
@@ -121,7 +122,7 @@ class HandlerDelivery(Delivery):
                 now = monotonic()
         self.waiters.notify()
 
-    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan | None:
+    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan:
         assert tracing.active is not None
         return tracing.active.handling(self._provider, self.name, self.queue, batch, redriven=redriven)
 
@@ -222,8 +223,10 @@ class HandlerDelivery(Delivery):
         assert event.token is not None
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         batch.offset = event.token.offset
-        span = self._begin_span(batch, redriven=True) if tracing.active is not None else None
+        span = None
         try:
+            if tracing.active is not None:
+                span = self._begin_span(batch, redriven=True)
             if self._handler.on_redrive is not None:
                 await self._handler.on_redrive(event)
             else:

@@ -31,6 +31,12 @@ class DeliveryProgress(OfferedStreams):
         behind = min((self.needed(c).offset for c in self._cursors.values()), default=self.position)
         return min(behind, self.position)
 
+    @property
+    def awaited(self) -> int:
+        """The lowest offset still needed, without streams that are paused: these wait for somebody to resume them."""
+        live = (c for c in self._cursors.values() if c.state is not CursorState.PAUSED)
+        return min(min((self.needed(c).offset for c in live), default=self.position), self.position)
+
     def reached(self, offset: int) -> bool:
         """Whether every event below `offset` is done. Paused streams do not count."""
         if self.position < offset:

@@ -92,12 +92,11 @@ async def _watch(place: ProviderPlace, interval_s: float) -> None:
                     if (screen.table, screen.target) == before:
                         continue
                     detail = None
-                elif screen.frozen:
-                    refreshed = asyncio.get_running_loop().time()
-                    continue
                 try:
-                    content, note = await source.overview(), ""
-                    detail = await _details(screen, source)
+                    if not screen.frozen:
+                        content, note = await source.overview(), ""
+                    if screen.target is not None and (detail is None or not screen.frozen):
+                        detail = await _details(screen, source)
                 except HeadraceError as error:  # shown until an attempt succeeds
                     note = str(error)
                 refreshed = asyncio.get_running_loop().time()

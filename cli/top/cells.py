@@ -10,7 +10,17 @@ from rich.cells import cell_len, set_cell_size
 
 ABSENT = "–"
 _BAD = ("faulted", "unserved", "blocked", "held", "dead", "unreachable")
-_ODD = ("throttled", "stopped", "out of credit", "paused", "retrying", "behind", "resuming", "not served", "leaving")
+_ODD = (
+    "throttled",
+    "stopped",
+    "out of credit",
+    "paused",
+    "retrying",
+    "behind",
+    "resuming",
+    "not served",
+    "leaving",
+)
 
 
 @dataclass(frozen=True)
@@ -46,26 +56,30 @@ def printable(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number in at most six characters, as in 1,234 or 56.7k."""
+    """Return a number in at most six characters, as in 0.4, 1,234 or 56.7k."""
     if value is None:
         return ABSENT
-    for limit, unit in ((10_000, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
-        if value < limit:
-            scaled = value / {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
-            return f"{scaled:,.0f}" if unit == "" else f"{scaled:.1f}{unit}"
+    if 0 < value < 9.95 and value != int(value):
+        return f"{value:.1f}"
+    if value < 9_999.5:
+        return f"{value:,.0f}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if value < 999.95 * size:
+            return f"{value / size:.1f}{unit}"
     return "many"
 
 
 def seconds(ms: float | None) -> str:
-    """Return a time as in 0.3s, 45s, 12m or 3.1h."""
+    """Return a time in at most five characters, as in 0.3s, 45s, 12m, 3.1h or 60d."""
     if ms is None:
         return ABSENT
     value = ms / 1000
-    if value < 10:
+    if value < 9.95:
         return f"{value:.1f}s"
-    if value < 120:
-        return f"{value:.0f}s"
-    return f"{value / 60:.0f}m" if value < 7200 else f"{value / 3600:.1f}h"
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "m"), (36_000, 3600, "h"), (172_800, 3600, "h")):
+        if value < limit:
+            return f"{value / size:.1f}{unit}" if limit == 36_000 else f"{value / size:.0f}{unit}"
+    return f"{min(value / 86_400, 9_999):.0f}d"
 
 
 def severity(state: str) -> int:
@@ -95,7 +109,8 @@ def line_of(columns: Sequence[Column], cells: Sequence[str], width: int) -> str:
 
 def _sized(text: str, width: int, *, right: bool) -> str:
     if right:
-        return " " * max(width - cell_len(text), 0) + set_cell_size(text, min(cell_len(text), width))
+        text = f"{set_cell_size(text, width - 1)}…" if cell_len(text) > width else text
+        return " " * (width - cell_len(text)) + text
     return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…", width)
 
 

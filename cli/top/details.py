@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from ...streams.wording import counted
@@ -70,8 +71,12 @@ def _cursor_line(cursor: Mapping[str, Any], buckets: Sequence[Mapping[str, Any]]
     ]
     outside = bucket is None and bool(buckets) and cursor["watermark"] < buckets[0]["low"]
     marker = "◀" if outside else "▲"
-    text = f"{' ' * at}{marker} {printable(cursor['subscription'])}: {', '.join(filter(None, doing))}"
-    return Text(text[:width], style="yellow" if outside or cursor["catching_up"] else "")
+    text = f"{printable(cursor['subscription'])}: {', '.join(filter(None, doing))}"
+    if at + 2 + cell_len(text) > width and at > cell_len(text):  # no space to the right of the marker
+        line = f"{' ' * (at - cell_len(text) - 1)}{text} {marker}"
+    else:
+        line = f"{' ' * at}{marker} {text}"
+    return Text(line, style="yellow" if outside or cursor["catching_up"] else "")
 
 
 def subscription_lines(content: Content, width: int) -> list[Text]:
@@ -89,7 +94,7 @@ def subscription_lines(content: Content, width: int) -> list[Text]:
             f"  dead letters {number(content.get('dead_letters'))}  gaps {number(content.get('gaps'))}"
         )
     )
-    if series := [point["events"] or 0 for point in content.get("series", ())]:
+    if series := [point["events"] for point in content.get("series", ()) if point["events"] is not None]:
         lines.append(Text(f"lag over time  {sparkline(series, width - 15)}"))
     if consumers := sorted(content["consumers"], key=lambda one: (not one["blocked"], one["credit_events"])):
         lines += [Text(""), Text(line_of(_CONSUMERS, [one.title for one in _CONSUMERS], width), style="bold")]

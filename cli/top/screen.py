@@ -1,4 +1,4 @@
-"""What `headrace top` shows, and what its keys do. Pure: content and the size of the terminal in, lines out."""
+"""The screen and the keys of `headrace top`. Pure: content and the size of the terminal in, lines out."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PROBLEMS = 3
 """Most lines of problems above a table."""
 HELP = (
     "1  subscriptions          2  queues              3  silos",
-    "↑ ↓ or k j  choose a row  enter  look into it    esc  back",
-    "/  filter by text         s  sort by the next column    r  turn the order around",
+    "↑ ↓ or k j  choose a row  enter  show details    esc  back",
+    "/  filter by text         s  sort by the next column    r  reverse the order",
     "p  freeze the screen      + -  refresh more or less often",
     "?  this help              q  quit",
 )
@@ -62,10 +62,10 @@ SUBSCRIPTIONS: Sequence[Column] = (
     _LATE,
     number_column("lag_events", "LAG", 7),
     number_column("rate", "OUT/S", 7),
-    number_column("in_flight", "RUN", 5),
+    number_column("in_flight", "RUN", 6),
     number_column("retries", "RETRY", 6),
     number_column("dead_letters", "DEAD", 6),
-    number_column("connected_count", "CONS", 5),
+    number_column("connected_count", "CONS", 6),
 )
 QUEUES: Sequence[Column] = (
     Column(
@@ -169,8 +169,8 @@ class TopScreen:
         return rows[::-1] if self._reversed else rows
 
     def draw(self, content: Content, detail: Content | None, width: int, height: int, note: str = "") -> list[Text]:
-        """Return at most `height` lines of at most `width` cells. `note` replaces the first problem, such as an error
-        of the last refresh."""
+        """Return at most `height` lines of at most `width` cells. `note`, such as the error of the last refresh, is
+        shown before the problems."""
         width = max(width, MIN_WIDTH)
         head = [*self._head(content), *_problem_lines(content, note)]
         foot = [self._foot(width)]
@@ -215,7 +215,7 @@ class TopScreen:
         if self.typing:
             return Text(f"filter: {self.filter}▏  enter: keep  esc: all rows", style="reverse")
         filtered = f"filter: {printable(self.filter)} (esc)  " if self.filter else ""
-        back = "esc back  " if self.target else "enter look into  / filter  s sort  "
+        back = "esc back  " if self.target else "enter details  / filter  s sort  "
         return Text(set_cell_size(f"{filtered}1 2 3 tables  {back}p freeze  ? help  q quit", width), style="reverse")
 
     def _table(self, content: Content, width: int, space: int) -> list[Text]:

@@ -42,9 +42,12 @@ class SiloSource(ContentSource):
 
     async def overview(self) -> Content:
         content = await self._overview.render()
-        for kind in ("queues", "subscriptions"):
-            if self._provider:
+        if self._provider:
+            for kind in ("queues", "subscriptions"):
                 content[kind] = [row for row in content[kind] if row["provider"] == self._provider]
+            content["problems"] = [
+                one for one in content["problems"] if one["options"].get("provider") in (None, self._provider)
+            ]
         self._rates.add(content["queues"])
         return content
 
@@ -64,7 +67,7 @@ class SiloSource(ContentSource):
 
 
 class QueueRates:
-    """Batches that each queue gets in a second, from two contents one after the other."""
+    """Batches that each queue gets in a second, from two successive overviews."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], int] = {}
@@ -87,7 +90,9 @@ class DataSource(ContentSource):
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
-        self._rates = QueueRates()
+        self._queue_rates = QueueRates()
+        self._rates: dict[str, float | None] = {}
+        """Events that each subscription finished in a second, as of the last overview."""
         self._watermarks: dict[tuple[str, int], int] = {}
         """Those of the last content, by subscription and queue."""
         self._at = 0.0
@@ -100,10 +105,12 @@ class DataSource(ContentSource):
         checkpoints = {one.name: await self._checkpoints(one.name) for one in definitions}
         owners = await self._owners()
         queues = [await self._queue_row(queue, checkpoints, owners) for queue in range(provider.queues)]
-        self._rates.add(queues)
-        now = time.monotonic()
-        subscriptions = [await self._subscription_row(one, checkpoints[one.name], now) for one in definitions]
-        self._at = now
+        self._queue_rates.add(queues)
+        began, self._at = self._at, time.monotonic()
+        for one in definitions:
+            finished = await self._finished_since(one.name, checkpoints[one.name])
+            self._rates[one.name] = finished / (self._at - began) if began else None
+        subscriptions = [await self._subscription_row(one, checkpoints[one.name]) for one in definitions]
         return {"silos": [], "queues": queues, "subscriptions": subscriptions, "problems": _problems(queues)}
 
     async def queue(self, provider: str, number: int) -> Content:
@@ -123,7 +130,7 @@ class DataSource(ContentSource):
             if number in of
         ]
         return {"provider": provider, "index": number, "silo": row["silo"], "queue": row, "cache": None, "buckets": [],
-                "cursors": cursors, "end_offset": row["end_offset"]}  # fmt: skip
+                "cursors": cursors, "end_offset": row.get("end_offset")}  # fmt: skip
 
     async def subscription(self, provider: str, name: str) -> Content:
         state = await self._provider.subscription(name)
@@ -140,7 +147,7 @@ class DataSource(ContentSource):
             for stream, behind in at.behind.items()
             if behind.paused
         ]
-        row = await self._subscription_row(state.definition, checkpoints, time.monotonic())
+        row = await self._subscription_row(state.definition, checkpoints)
         return {**row, "consumers": [], "blocked": blocked[:50], "blocked_total": len(blocked), "silos": []}
 
     async def _checkpoints(self, name: str) -> Mapping[int, Checkpoint]:
@@ -182,16 +189,15 @@ class DataSource(ContentSource):
         }
 
     async def _subscription_row(
-        self, definition: SubscriptionDefinition, checkpoints: Mapping[int, Checkpoint], now: float
+        self, definition: SubscriptionDefinition, checkpoints: Mapping[int, Checkpoint]
     ) -> dict[str, Any]:
         provider, name = self._provider, definition.name
         events: int | None = 0
-        finished, ages = 0, list[float]()
+        ages: list[float] = []
         for queue, at in checkpoints.items():
             with suppress(HeadraceError):
                 lag = await provider.adapter.backlog(queue, at.watermark)
                 events = None if events is None or lag.events is None else events + lag.events
-                finished += await self._finished_since(name, queue, at.watermark, lag.events)
                 ages += [age for age in [age_s(lag)] if age is not None]
         paused = sum(bool(behind.paused) for at in checkpoints.values() for behind in at.behind.values())
         letters, gaps = await provider.store.count_left_behind(provider.name, name, None)
@@ -204,20 +210,23 @@ class DataSource(ContentSource):
             "reason": f"{paused} streams are paused" if paused else "",
             "lag_events": events,
             "lag_ms": round(max(ages) * 1000) if ages else None,
-            "rate": finished / (now - self._at) if self._at and now > self._at else 0.0,
+            "rate": self._rates.get(name),
             "paused": paused,
             "dead_letters": letters,
             "gaps": gaps,
         }
 
-    async def _finished_since(self, name: str, queue: int, watermark: int, left: int | None) -> int:
-        """Return the number of events that were finished since the last content. `left` events are from the watermark
-        on."""
-        before = self._watermarks.get((name, queue), watermark)
-        self._watermarks[name, queue] = watermark
-        if before >= watermark or left is None:
-            return 0
-        return max(((await self._provider.adapter.backlog(queue, before)).events or 0) - left, 0)
+    async def _finished_since(self, name: str, checkpoints: Mapping[int, Checkpoint]) -> int:
+        """Return the number of events that a subscription has finished since the previous overview."""
+        finished, adapter = 0, self._provider.adapter
+        for queue, at in checkpoints.items():
+            before = self._watermarks.get((name, queue), at.watermark)
+            self._watermarks[name, queue] = at.watermark
+            if before < at.watermark:
+                with suppress(HeadraceError):
+                    then, now = await adapter.backlog(queue, before), await adapter.backlog(queue, at.watermark)
+                    finished += max((then.events or 0) - (now.events or 0), 0)
+        return finished
 
 
 def _problems(queues: list[dict[str, Any]]) -> list[dict[str, Any]]:

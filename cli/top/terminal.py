@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import termios
 import tty
@@ -11,16 +12,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 _NAMES = {
-    b"\r": "enter",
-    b"\n": "enter",
-    b"\x7f": "backspace",
-    b"\x08": "backspace",
-    b"\x1b": "escape",
-    b"\x1b[A": "up",
-    b"\x1b[B": "down",
-    b"\x1bOA": "up",
-    b"\x1bOB": "down",
+    "\r": "enter",
+    "\n": "enter",
+    "\x7f": "backspace",
+    "\x08": "backspace",
+    "\x1b": "escape",
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1bOA": "up",
+    "\x1bOB": "down",
 }
+_SEQUENCE = re.compile("\x1b\\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
+"""A key with a sequence of its own, or one character."""
 
 
 @contextmanager
@@ -31,7 +34,11 @@ def keys_of_terminal(pressed: asyncio.Queue[str]) -> Generator[None]:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        for key in keys_in(os.read(descriptor, 1024)):
+        data = os.read(descriptor, 1024)
+        if not data:  # the terminal is gone
+            loop.remove_reader(descriptor)
+            pressed.put_nowait("q")
+        for key in keys_in(data):
             pressed.put_nowait(key)
 
     tty.setcbreak(descriptor)
@@ -45,8 +52,5 @@ def keys_of_terminal(pressed: asyncio.Queue[str]) -> Generator[None]:
 
 def keys_in(data: bytes) -> list[str]:
     """Return the names of the keys in the bytes that a terminal sent. Unknown sequences are left out."""
-    if (name := _NAMES.get(data)) is not None:
-        return [name]
-    if data.startswith(b"\x1b"):
-        return []
-    return [_NAMES.get(character.encode(), character) for character in data.decode(errors="ignore")]
+    found = [match[0] for match in _SEQUENCE.finditer(data.decode(errors="ignore"))]
+    return [_NAMES.get(one, one) for one in found if one in _NAMES or len(one) == 1]

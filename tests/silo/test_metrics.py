@@ -9,7 +9,19 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace import Client, Event, InvalidArgument, Provider, RetryPolicy, StreamId, Unavailable
+from headrace import (
+    Client,
+    Event,
+    InvalidArgument,
+    Mode,
+    OnFailure,
+    Provider,
+    RetryPolicy,
+    Selector,
+    StreamId,
+    SubscriptionDefinition,
+    Unavailable,
+)
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
@@ -124,6 +136,75 @@ async def test_events_of_a_consumer_that_is_gone_are_returned(tmp_path: Path) ->
         assert gone["headrace_held_events", *S] == 0
 
 
+async def test_a_paused_stream_is_no_lag(tmp_path: Path) -> None:
+    async def pay(event: Event) -> None:
+        if event.payload == b"poison":
+            raise ValueError("no")
+
+    async with opened(tmp_path, provider={"queues": 1}) as silo:
+        provider = silo.providers["default"]
+        once = RetryPolicy(max_attempts=1)
+        await provider.subscribe("s", "n/*", pay, on_failure=OnFailure.PAUSE, retry=once)
+        await provider.publish(StreamId("n", "bad"), [b"poison", b"x"])
+        for number in range(20):
+            await provider.publish(StreamId("n", str(number)), b"fine")
+        at = ("provider=default", "queue=0", "subscription=s")
+        found = await metrics_until(
+            silo,
+            lambda found: (
+                found["headrace_streams_paused", *S] == 1
+                and found["headrace_delivered_events_total", *S] == 20
+                and found.get(("headrace_lag_batches", *at)) == 0
+            ),
+        )
+        assert (found["headrace_lag_events", *at], found["headrace_lag_seconds", *at]) == (0, 0)
+
+
+async def test_the_lag_of_a_subscription_that_nobody_serves_is_measured(tmp_path: Path) -> None:
+    async with opened(tmp_path, provider={"queues": 1}) as silo:
+        provider = silo.providers["default"]
+        await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("n/*")))
+        await provider.publish(StreamId("n", "k"), [b"1", b"2"])
+        at = ("provider=default", "queue=0", "subscription=s")
+        late = await metrics_until(silo, lambda found: found.get(("headrace_lag_seconds", *at), 0) > 0.5)
+        assert late["headrace_lag_events", *at] == 2
+        assert ("headrace_delivered_events_total", *S) not in late
+
+
+async def test_consumers_of_a_broadcast_are_one_subscription_and_its_counts_never_fall(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        delivered = ("headrace_delivered_events_total", *S)
+        for name in ("one", "two"):
+            async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, consumer=name, start="earliest") as consumer:
+                if name == "one":
+                    await client.publish(StreamId("n", "k"), [b"1", b"2", b"3"])
+                batch = await anext(aiter(consumer))
+                await batch.ack()
+                await consumer.saved()
+                found = await samples_of(silo)
+                names = {label for sample in found for label in sample if label.startswith("subscription=")}
+                assert names == {"subscription=s"}
+                assert found[delivered] == (3 if name == "one" else 6)
+
+
+async def test_a_sample_that_fails_leaves_the_lag_out_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, provider={"queues": 1}) as silo:
+        provider = silo.providers["default"]
+        await provider.subscribe("s", "n/*", _ignore)
+        at = ("headrace_lag_events", "provider=default", "queue=0", "subscription=s")
+        await metrics_until(silo, lambda found: at in found)
+
+        async def fail(_: int) -> None:
+            raise RuntimeError("a bug of the adapter")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(provider.adapter, "bounds", fail)
+            await metrics_until(silo, lambda found: at not in found)
+        await metrics_until(silo, lambda found: at in found)
+
+
 async def test_the_log_and_the_store_are_measured(tmp_path: Path) -> None:
     async with opened(tmp_path) as silo:
         provider = silo.providers["default"]
@@ -205,6 +286,15 @@ async def test_a_provider_registers_in_a_registry_and_leaves_it_when_it_is_close
     async with Provider.open(tmp_path / "1", name="one") as again:
         again.register_metrics(registry)
         assert parsed(generate_latest(registry))[published, "provider=one"] == 0
+
+
+async def test_a_registry_has_each_name_once(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    async with Provider.open(tmp_path / "1") as one, Provider.open(tmp_path / "2") as two:
+        one.register_metrics(registry)
+        with pytest.raises(InvalidArgument, match="has the metrics of a provider 'default' already"):
+            two.register_metrics(registry)
+        two.register_metrics(CollectorRegistry())
 
 
 async def test_a_registry_is_read_in_another_thread_while_events_come(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -166,9 +167,9 @@ async def test_a_failure_is_in_the_span_and_its_log_line_has_the_ids(
     record = next(one for one in caplog.records if "no address" in one.getMessage())
     context = failed.get_span_context()
     assert context is not None
-    assert vars(record)["trace_id"] == f"{context.trace_id:032x}"
+    assert vars(record)["otelTraceID"] == f"{context.trace_id:032x}"
     logging.getLogger("test").warning("outside")
-    assert vars(caplog.records[-1])["trace_id"] == ""
+    assert vars(caplog.records[-1])["otelTraceID"] == ""
 
 
 async def test_a_redrive_has_a_span_of_its_own(tmp_path: Path, traced: Traced) -> None:
@@ -253,6 +254,64 @@ async def test_an_unsampled_publish_makes_no_span_of_the_handler(tmp_path: Path)
         finally:
             disable_tracing()
     assert exporter.get_finished_spans() == ()
+
+
+async def test_a_batch_without_a_publisher_begins_a_trace_of_its_own(tmp_path: Path, traced: Traced) -> None:
+    async def handle(event: Event) -> None: ...
+
+    async with Provider.open(tmp_path) as provider:
+        await provider.publish_encoded([EventBatch.of(STREAM, [b"x"])])
+        with traced.provider.get_tracer("test").start_as_current_span("starting"):
+            subscription = await provider.subscribe("s", "orders/*", handle, start="earliest")
+        await subscription.caught_up()
+    (process,) = traced.spans("process default")
+    assert process.parent is None
+
+
+async def test_publishes_of_a_handler_are_not_sampled_if_its_publisher_was_not(tmp_path: Path, traced: Traced) -> None:
+    published = asyncio.Event()
+
+    async with Provider.open(tmp_path) as provider:
+
+        async def forward(event: Event) -> None:
+            await provider.publish(StreamId("invoices", "1"), event.payload)
+            published.set()
+
+        await provider.subscribe("s", "orders/*", forward)
+        await provider.publish_encoded([EventBatch.of(STREAM, [b"x"], trace=TRACE[:24] + b"\x00")])
+        await published.wait()
+    assert traced.spans("send default") == []
+    assert traced.spans("process default") == []
+
+
+async def test_a_record_may_have_fields_of_its_own(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("test").warning("mine", extra={"trace_id": "7", "span_id": "8"})
+    assert vars(caplog.records[-1])["trace_id"] == "7"
+
+
+async def test_a_tracer_that_fails_is_a_failure_of_the_attempt(tmp_path: Path, traced: Traced) -> None:
+    handled = asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        handled.set()
+
+    async with Provider.open(tmp_path) as provider:
+        retry = RetryPolicy(initial_delay_s=0.01)
+        await provider.subscribe("s", "orders/*", handle, retry=retry, circuit_breaker=False)
+        spans, calls = tracing.active, list[int]()
+        assert spans is not None
+        begin = spans.handling
+
+        def fail_once(*arguments: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("a broken processor of spans")
+            return begin(*arguments, **options)
+
+        spans.handling = fail_once  # type: ignore[method-assign]
+        await provider.publish(STREAM, b"x")
+        await handled.wait()
+    assert len(calls) == 2
 
 
 async def test_without_tracing_a_batch_has_no_trace_and_tracing_does_nothing(tmp_path: Path) -> None:

@@ -142,14 +142,33 @@ def test_enter_looks_into_the_chosen_row_and_escape_goes_back() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0"), (9999, "9,999"), (10_000, "10.0k"), (1_234_567, "1.2M"), (5e9, "5.0G"), (1e15, "many")],
+    [
+        (None, "–"),
+        (0, "0"),
+        (9999, "9,999"),
+        (10_000, "10.0k"),
+        (1_234_567, "1.2M"),
+        (999_960, "1.0M"),
+        (0.4, "0.4"),
+        (5e9, "5.0G"),
+        (1e15, "many"),
+    ],
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
 @pytest.mark.parametrize(
-    ("ms", "text"), [(None, "–"), (300, "0.3s"), (45_000, "45s"), (720_000, "12m"), (11_160_000, "3.1h")]
+    ("ms", "text"),
+    [
+        (None, "–"),
+        (300, "0.3s"),
+        (45_000, "45s"),
+        (720_000, "12m"),
+        (11_160_000, "3.1h"),
+        (60 * 86_400_000, "60d"),
+        (119_600, "120s"),
+    ],
 )
 def test_times_are_short(ms: float | None, text: str) -> None:
     assert seconds(ms) == text
@@ -162,6 +181,8 @@ def test_a_sparkline_shows_the_last_values() -> None:
 
 def test_keys_have_names_and_unknown_sequences_have_no_effect() -> None:
     assert keys_in(b"\x1b[A") == ["up"]
+    assert keys_in(b"\x1b[B\x1b[Bj\x1bOA\x1b") == ["down", "down", "j", "up", "escape"]
+    assert keys_in(b"\x1b[200~ab\x1b[201~") == ["a", "b"]
     assert keys_in(b"\x1b") == ["escape"]
     assert keys_in(b"a\rq") == ["a", "enter", "q"]
     assert keys_in(b"\x1b[15~") == []
