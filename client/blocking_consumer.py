@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -88,6 +89,10 @@ class SyncBatch:
     def ack_until(self, event: Event | SequenceToken) -> None:
         """Acknowledge this event and all earlier ones of its stream that the consumer holds, in any batch."""
         self._call(self._batch.ack_until, event)
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """A span of OpenTelemetry for the length of a `with`: see `ReceivedBatch.tracing`."""
+        return self._batch.tracing()
 
     def nack(
         self,

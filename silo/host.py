@@ -66,6 +66,9 @@ class Silo:
         self.lag_history = LagHistory(self.providers)
         self.stopping = False
         self._loop_delay = LoopDelay()
+        self._answers = BackgroundTasks()
+        self._rendering: asyncio.Task[bytes] | None = None
+        """The text of /metrics that is being made."""
         self._guard: CallGuard | None = None
         self._methods: Sequence[ServiceMethod] = ()
         self._dashboard: Dashboard | None = None
@@ -87,6 +90,7 @@ class Silo:
         silo._check_data()
         subscriptions = silo._declared()
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(silo._answers.aclose)
             if config.http.port is not None:
                 silo.address = await stack.enter_async_context(silo._serving())
             stack.push_async_callback(silo._close)
@@ -256,7 +260,11 @@ class Silo:
         return application(routes, self._dashboard.routes())
 
     async def metrics(self) -> HttpAnswer:
-        text = await asyncio.to_thread(render, self._snapshot())  # it reads files of /proc
+        # Readers at the same time share one answer: each takes the loop as long as the number of series needs.
+        if self._rendering is None or self._rendering.done():
+            reading = asyncio.to_thread(render, self._snapshot())  # it reads files of /proc
+            self._rendering = self._answers.hold(reading, "headrace metrics")
+        text = await asyncio.shield(self._rendering)
         return HttpAnswer(text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _snapshot(self) -> Snapshot:

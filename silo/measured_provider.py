@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..streams.background import BackgroundTasks
-from ..streams.errors import InvalidArgument
+from ..streams.errors import Closed, InvalidArgument
 from .lag_history import LagHistory
 from .opening import ProviderParts
 from .provider_core import ProviderCore
@@ -28,12 +28,14 @@ class MeasuredProvider(ProviderCore):
         """Show the metrics of this provider in a registry of `prometheus_client` until the provider is closed. None:
         the default registry. Providers with different names may share one. The lag is measured every two seconds.
 
-        Raises InvalidArgument if they are shown already, or another provider of this name is.
+        Raises InvalidArgument if they are shown already, or another provider of this name is; Closed.
         """
         from prometheus_client import REGISTRY  # noqa: PLC0415 (it takes long to import, and is needed only here)
 
         from .metrics import show  # noqa: PLC0415
 
+        if self._closing is not None:
+            raise Closed(f"provider {self.name!r} is closed")
         if self._end_metrics is not None:
             raise InvalidArgument(f"the metrics of provider {self.name!r} are registered already")
         history = LagHistory({self.name: self})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -96,25 +96,24 @@ class ProvidersCollector:
     ) -> ProviderSnapshot | None:
         """Take the snapshot on the loop of the provider, so that nothing changes meanwhile. Return None if the loop is
         blocked for too long, or closed."""
-
-        async def take() -> ProviderSnapshot:
-            return provider_snapshot(provider, history)
-
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is loop:
             return provider_snapshot(provider, history)
-        if not loop.is_running():
-            return None
-        taking = take()
+        taken = Future[ProviderSnapshot]()
+
+        def take() -> None:
+            try:
+                taken.set_result(provider_snapshot(provider, history))
+            except Exception as error:  # noqa: BLE001 (the reader gets it)
+                taken.set_exception(error)
+
         try:
-            return asyncio.run_coroutine_threadsafe(taking, loop).result(ANSWER_S)
-        except (TimeoutError, CancelledError):
-            return None
-        except RuntimeError:  # the loop was closed just now
-            taking.close()
+            loop.call_soon_threadsafe(take)
+            return taken.result(ANSWER_S)
+        except (TimeoutError, RuntimeError):  # the loop is blocked, or closed
             return None
 
 

@@ -59,6 +59,11 @@ def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
     first = config.grpc.native_port
     native = _ports("grpc.native_port", config.grpc.host, first, workers) if first else [0] * workers
     http = _ports("http.port", config.http.host, config.http.port, workers)
+    if taken := sorted(port for port in {*grpc, *native} & {*http} if port):
+        raise InvalidArgument(
+            f"http.port: {workers} workers take {workers} ports from each given one on, so gRPC and HTTP would both "
+            f"take port {taken[0]}: give ports that are at least {workers} apart"
+        )
     made = [
         msgspec.structs.replace(
             config,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import click
 import msgspec
 
+from ...streams.wording import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -119,9 +121,9 @@ def _text(value: object) -> str:
         case float():
             return f"{value:,.15g}"
         case list():
-            return ", ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
+            return printable(", ".join(map(str, value)))  # pyright: ignore[reportUnknownArgumentType]
         case _:
-            return str(value)
+            return "\n".join(map(printable, str(value).splitlines()))
 
 
 def _least_width(columns: Sequence[_Column]) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -17,6 +17,8 @@ from .output import json_option, print_json
 from .running import run
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from ..top.screen import TopScreen
     from ..top.sources import Content, ContentSource
 
@@ -36,6 +38,7 @@ def command(*, place: ProviderPlace, interval_s: float, once: bool, as_json: boo
     With --server, any silo answers for its cluster. With --data, queues and stored progress are read from the data
     directory; the processes that serve them are not asked, so states, retries and consumers are not known.
     """
+    cast("TextIOWrapper", sys.stdout).reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for bars
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not (once or as_json)
     run(_watch(place, interval_s) if interactive else _print_once(place, as_json=as_json))
 

@@ -10,6 +10,7 @@ import click
 from ...silo.why_causes import Cause
 from ...silo.why_gathering import StreamExplanation, explain_stream
 from ...streams.identity import StreamId
+from ...streams.wording import printable
 from .help import SectionedCommand
 from .options import ProviderPlace, SiloPlace, adapter_options, calling, opened, place_options
 from .output import json_option, print_json
@@ -37,7 +38,7 @@ def command(*, place: ProviderPlace, stream: str, subscription: str, as_json: bo
         return
     for one in found:
         of = f", subscription {one.subscription}" if one.subscription else ""
-        click.echo(f"{stream}{of}")
+        click.echo(printable(f"{stream}{of}"))
         for cause in one.causes:
             _print_cause(cause)
 
@@ -45,7 +46,7 @@ def command(*, place: ProviderPlace, stream: str, subscription: str, as_json: bo
 def _print_cause(cause: Cause) -> None:
     click.echo(f"  {cause.code}: {cause.meaning}")
     if cause.evidence:
-        click.echo(f"    evidence: {cause.evidence}")
+        click.echo(f"    evidence: {printable(cause.evidence)}")
     click.echo(f"    do: {cause.remedy}")
 
 

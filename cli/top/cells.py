@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from ...streams.wording import printable
+
 ABSENT = "–"
 _BAD = ("faulted", "unserved", "blocked", "held", "dead", "unreachable")
 _ODD = (
@@ -48,11 +50,6 @@ def text_column(field_: str, title: str, width: int) -> Column:
 
 def known(value: float | None) -> float:
     return -1.0 if value is None else value
-
-
-def printable(text: str) -> str:
-    """Return text in which characters that would change the terminal are shown as `?`. Names come from clients."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def number(value: float | None) -> str:

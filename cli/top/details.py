@@ -8,8 +8,8 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from ...streams.wording import counted
-from .cells import ABSENT, Column, line_of, number, number_column, printable, seconds, sparkline, style_of, text_column
+from ...streams.wording import counted, printable
+from .cells import ABSENT, Column, line_of, number, number_column, seconds, sparkline, style_of, text_column
 from .sources import Content
 
 MAX_CONSUMERS = 8

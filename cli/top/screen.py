@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from ...streams.wording import counted
+from ...streams.wording import counted, printable
 from .cells import (
     ABSENT,
     Column,
@@ -17,7 +17,6 @@ from .cells import (
     line_of,
     number,
     number_column,
-    printable,
     seconds,
     severity,
     style_of,
@@ -202,7 +201,6 @@ class TopScreen:
         parts = [
             counted(len(silos), "silo") if silos else "",
             f"{served}/{len(queues)} queues served" if silos else counted(len(queues), "queue"),
-            counted(len(subscriptions), "subscription"),
             f"out {number(sum(row.get('rate') or 0 for row in subscriptions))}/s",
             f"late {seconds(late)}",
             f"dead letters {number(sum(row.get('dead_letters') or 0 for row in subscriptions))}",

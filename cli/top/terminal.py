@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
 import termios
 import tty
@@ -42,12 +43,14 @@ def keys_of_terminal(pressed: asyncio.Queue[str]) -> Generator[None]:
             pressed.put_nowait(key)
 
     tty.setcbreak(descriptor)
+    stopping = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped process would leave the screen as it is
     loop.add_reader(descriptor, read)
     try:
         yield
     finally:
         loop.remove_reader(descriptor)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTSTP, stopping)
 
 
 def keys_in(data: bytes) -> list[str]:

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from headrace import Event, Mode, OnFailure, Provider, RetryPolicy, Selector, Start, StreamId, SubscriptionDefinition
 from headrace.cli.commands.deadletters import one_line
+from headrace.cli.commands.output import print_fields, print_table
 from tests.cli.commandline import Headrace, ended, on_terminal
 from tests.cli.commandline import Start as StartProcess
 
@@ -338,3 +339,9 @@ async def test_a_redrive_is_delivered_by_the_process_that_serves_the_subscriptio
 
     assert "to be delivered once more: 2 dead letters of subscription 'orders'" in ran.err
     assert {await redriven.get(), await redriven.get()} == {b"a", b"b"}
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("stream", "reason"), [("orders/\x1b[2J", "two\nlines\x9b\u202e")])
+    print_fields({"reason": "\x1b]0;title\x07"})
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(capsys.readouterr().out)

@@ -136,6 +136,13 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, headrace: Headrace):
         supervisor.clean_up()
 
 
+def test_ports_of_workers_that_overlap_are_refused():
+    close = msgspec.structs.replace(CONFIG, grpc=GrpcConfig(port=9465), http=HttpConfig(port=9464))
+    with pytest.raises(InvalidArgument, match="gRPC and HTTP would both take port 9465"):
+        configurations(close, 3)
+    assert len(configurations(close, 1)) == 1
+
+
 def test_reason_that_workers_cannot_start_is_printed_once(headrace: Headrace):
     refused = headrace(*SILO, "--module", "nowhere").refused(2)
     assert refused == "module 'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"

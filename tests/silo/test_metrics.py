@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import (
     Client,
+    Closed,
     Event,
     InvalidArgument,
     Mode,
@@ -26,7 +27,7 @@ from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.metric_definitions import SECTIONS
-from headrace.silo.metrics import tables
+from headrace.silo.metrics import ANSWER_S, tables
 from headrace.silo.unserved_queues import UnservedQueues
 from headrace.streams.cluster import ClusterView, Lease
 
@@ -286,6 +287,34 @@ async def test_a_provider_registers_in_a_registry_and_leaves_it_when_it_is_close
     async with Provider.open(tmp_path / "1", name="one") as again:
         again.register_metrics(registry)
         assert parsed(generate_latest(registry))[published, "provider=one"] == 0
+
+
+async def test_readers_at_the_same_time_share_an_answer(tmp_path: Path) -> None:
+    async with opened(tmp_path) as silo:
+        answers = await asyncio.gather(*(silo.metrics() for _ in range(20)))
+        assert len({id(answer.body) for answer in answers}) == 1
+        later = await silo.metrics()
+        assert later.body is not answers[0].body
+
+
+async def test_a_closed_provider_registers_nothing(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    async with Provider.open(tmp_path) as provider:
+        pass
+    with pytest.raises(Closed):
+        provider.register_metrics(registry)
+    assert generate_latest(registry) == b""
+
+
+async def test_a_reader_in_another_thread_gets_nothing_of_a_provider_whose_loop_is_blocked(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    texts: list[bytes] = []
+    async with Provider.open(tmp_path) as provider:
+        provider.register_metrics(registry)
+        reader = threading.Thread(target=lambda: texts.append(generate_latest(registry)))
+        reader.start()
+        reader.join(ANSWER_S + 10)  # blocks the loop
+        assert b"provider=" not in texts[0]
 
 
 async def test_a_registry_has_each_name_once(tmp_path: Path) -> None:
