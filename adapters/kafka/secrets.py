@@ -51,7 +51,17 @@ OWNED = frozenset(
     }
 )
 """Settings that the adapter chooses. Another value could lose events or stop a reader."""
-_SECRET_PARTS = ("password", "secret", ".pem", "sasl.oauthbearer.config", "sasl.jaas.config")
+_SECRET_PARTS = (
+    "password",
+    "passphrase",
+    "secret",
+    ".pem",
+    "sasl.oauthbearer.config",
+    "sasl.jaas.config",
+    "sasl.kerberos.kinit.cmd",
+)
+"""Parts of the names of settings that may have a secret value. Names that end with `.file`, `.location` or `.keytab`
+are paths."""
 
 
 class SecretPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,10 +97,14 @@ class ClientSettings:
             if name in OWNED:
                 raise _refused(f"kafka.{name} is set by headrace: leave it out")
         self._values = {name: _value(name, value) for name, value in given.items()}
-        self._secrets = [str(value) for name, value in self._values.items() if is_secret(name) and str(value)]
+        self._secrets = [
+            str(value)
+            for name, value in self._values.items()
+            if (is_secret(name) or isinstance(given[name], SecretPlace)) and str(value)
+        ]
 
     def __repr__(self) -> str:
-        return f"ClientSettings({dict(masked(self._values))})"
+        return self.without_secrets(f"ClientSettings({dict(masked(self._values))})")
 
     def values(self) -> dict[str, str | int | float | bool]:
         """Return all settings, with secrets."""
@@ -127,6 +141,8 @@ def _value(name: str, value: ClientValue) -> str | int | float | bool:
         return Path(value.file).read_text(encoding="utf-8").rstrip("\n")
     except OSError as error:
         raise _refused(f"kafka.{name}: the file {value.file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _refused(f"kafka.{name}: the file {value.file} is not text in UTF-8") from None
 
 
 def _refused(problem: str) -> InvalidArgument:

@@ -47,8 +47,36 @@ def test_places_without_a_secret_are_refused(place: SecretPlace) -> None:
         ClientSettings({"sasl.password": place})
 
 
-def test_secrets_appear_in_no_text_and_are_not_stored() -> None:
-    kafka = {"sasl.username": "me", "sasl.password": SECRET, "ssl.key.pem": SECRET}
+def test_file_of_a_secret_that_is_no_text_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"\xff")
+    with pytest.raises(InvalidArgument, match=r"kafka\.sasl\.password: the file .*secret is not text in UTF-8"):
+        ClientSettings({"sasl.password": SecretPlace(file=str(tmp_path / "secret"))})
+
+
+def test_value_from_a_secret_place_is_masked_whatever_its_setting_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", SECRET)
+    settings = ClientSettings({"sasl.username": SecretPlace(env="SECRET")})
+    assert SECRET not in repr(settings) + settings.without_secrets(f"user {SECRET} is unknown")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sasl.password",
+        "ssl.key.pem",
+        "ssl.key.password",
+        "ssl.keystore.password",
+        "sasl.jaas.config",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.oauthbearer.client.secret",
+        "sasl.oauthbearer.client.credentials.client.secret",
+        "sasl.oauthbearer.config",
+        "sasl.oauthbearer.assertion.private.key.pem",
+        "sasl.oauthbearer.assertion.private.key.passphrase",
+    ],
+)
+def test_secrets_appear_in_no_text_and_are_not_stored(name: str) -> None:
+    kafka = {"sasl.username": "me", name: SECRET}
     options = read_options("kafka", KafkaOptions, {"bootstrap": "h:1", "kafka": kafka})
     settings = ClientSettings(options.kafka)
     assert SECRET not in repr(options) + repr(settings) + str(options.location("t", "id"))
