@@ -143,14 +143,14 @@ class KafkaAdapter(QueueAdapter):
         """Read the ledgers of producers. Raises StorageError."""
         largest = int((await self._topics.settings(self._topic)).get("max.message.bytes", 1 << 20))
         self._clients.fit(largest)
-        self._publisher = RecordPublisher(self._topic, self._clients, self._limits)
+        bounds = await self._topics.bounds(self._topic, range(self._queues))
+        ends = {queue: end for queue, (_, end) in bounds.items()}
+        self._publisher = RecordPublisher(self._topic, self._clients, self._limits, check=self._watch.check, ends=ends)
         if isinstance(self.mapper, PartitionMapper):
             self._format = RawFormat(self._options.namespace or self._topic, self.mapper, largest - ATTRIBUTES_BYTES)
         else:
             self._format = PackedFormat(largest - RECORD_OVERHEAD_BYTES)
-        await self._ledgers.open(
-            await self._topics.bounds(self._topic, range(self._queues)), from_end=self._options.format == "raw"
-        )
+        await self._ledgers.open(bounds, from_end=self._options.format == "raw")
         self._background.start(self._watch.run(), f"headrace kafka topic {self._topic}")
         self._background.start(self._ledgers.keep_epochs(), f"headrace kafka epochs of {self._topic}")
 
@@ -164,8 +164,7 @@ class KafkaAdapter(QueueAdapter):
         Raises StorageError after `publish_timeout_s`: then the events may be stored.
         """
         self._check_open()
-        if (fault := self._watch.fault) is not None and self._watch.replaced:
-            raise fault.copy()
+        self._check_usable()
         placed = [self._format.records(self._check_queue(queue), batch) for queue, batch in batches]
         records = [record for of_batch in placed for record in of_batch]
         if sequence is None:
@@ -177,6 +176,7 @@ class KafkaAdapter(QueueAdapter):
 
     def _send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[int]]:
         assert self._publisher is not None  # `open` made it
+        self._check_usable()  # a call in the background may have waited
         return self._publisher.send(records)
 
     async def last_sequence(self, producer: str) -> int:
@@ -242,12 +242,30 @@ class KafkaAdapter(QueueAdapter):
         return deliver
 
     def _wake(self) -> None:
+        """The state of the topic has changed."""
+        if self._publisher is not None and self._watch.is_unusable and (fault := self._watch.fault) is not None:
+            self._publisher.abandon(fault)
         for receiver in self._receivers:
             receiver.wake()
 
     async def bounds(self, queue: int) -> Bounds:
+        """See QueueAdapter. Raises StorageError if the topic is known to be another one than was opened."""
         self._check_open()
+        self._check_usable()
         return (await self._topics.bounds(self._topic, [self._check_queue(queue)]))[queue]
+
+    async def due_end(self, queue: int) -> int:
+        """See QueueAdapter. The end is that of the topic that was opened: its id was read after the end."""
+        end = (await self.bounds(queue)).next
+        await self._watch.check()
+        return end
+
+    async def resume_at(self, queue: int, offset: int) -> int:
+        """See QueueAdapter. A reader steps back only in the topic that was opened."""
+        end = (await self.bounds(queue)).next
+        if end < offset:
+            await self._watch.check()
+        return min(offset, end)
 
     async def statistics(self, queue: int) -> QueueStatistics:
         return QueueStatistics(await self.bounds(queue))
@@ -336,6 +354,10 @@ class KafkaAdapter(QueueAdapter):
     def _check_open(self) -> None:
         if self._closing is not None:
             raise Closed(f"provider {self._provider!r}: the kafka adapter is closed")
+
+    def _check_usable(self) -> None:
+        if self._watch.is_unusable and (fault := self._watch.fault) is not None:
+            raise fault.copy()
 
     def _check_queue(self, queue: int) -> int:
         if not 0 <= queue < self._queues:

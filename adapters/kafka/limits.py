@@ -15,6 +15,8 @@ class KafkaLimits(NamedTuple):
     pause_s: float = 0.3
     """After a pause of this length in a partition, the topic is checked before the next records are delivered. A reader
     of a topic that was deleted pauses longer, because the client waits after an error."""
+    doubt_s: float = 0.3
+    """The topic is checked before a record is reported as stored that waited for longer than this."""
     waiting_bytes: int = 8 << 20
     """A receiver stops fetching while this many bytes wait for `receive`."""
     pending_bytes: int = 256 << 20

@@ -26,15 +26,19 @@ class TopicWatch:
         self._limits = limits
         self._changed = changed
         self.fault: HeadraceError | None = None
-        self.replaced = False
-        """Whether the topic is not the one that was opened, so that nothing may be stored in it."""
+        self._replaced: StorageError | None = None
+        """Set when the topic has another id."""
+        self.is_unusable = False
+        """Whether the topic is not the one that was opened, so that nothing may be stored in it or read from it."""
 
     async def check(self) -> None:
         """Check now. Raises StorageError if the topic cannot be used."""
+        if self._replaced is not None:  # for ever, also if a broker that is behind still answers with the old id
+            raise self._replaced.copy()
         try:
             facts = await self._topics.describe(self._topic)
             fault = self._difference(facts)
-            self.replaced = fault is not None
+            self.is_unusable = fault is not None
         except StorageError as error:
             fault = error
         if str(fault or "") != str(self.fault or ""):
@@ -57,10 +61,11 @@ class TopicWatch:
         if facts is None:
             return StorageError(f"the topic {self._topic!r} was deleted: restore it, or create another provider")
         if facts.topic_id != self._facts.topic_id:
-            return StorageError(
+            self._replaced = StorageError(
                 f"the topic {self._topic!r} was deleted and created again (its id was {self._facts.topic_id}, and is "
                 f"{facts.topic_id}): its events are gone; create another provider, or one with another topic"
             )
+            return self._replaced
         if facts.partitions != self._facts.partitions:
             return StorageError(
                 f"the topic {self._topic!r} has {facts.partitions} partitions now, and had {self._facts.partitions}: "

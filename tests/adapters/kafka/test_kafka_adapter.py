@@ -146,6 +146,56 @@ async def test_topic_that_was_created_again_is_a_fault_and_delivers_nothing(
             pass
 
 
+@pytest.mark.parametrize("watch_s", [0.2, 60.0])
+async def test_publish_that_waits_while_its_topic_is_created_again_is_not_confirmed(
+    address: str, foreign: ForeignProgram, watch_s: float
+) -> None:
+    """The client sends the records that wait to the new topic."""
+    topic = new_topic()
+    async with opened(address, topic, queues=2, limits=QUICK._replace(watch_s=watch_s)) as adapter:
+        await adapter.enqueue([(0, batch("old"))])
+        await asyncio.to_thread(foreign.delete_topic, topic)
+        calls = [asyncio.ensure_future(adapter.enqueue([(queue, batch("waits"))])) for queue in range(2)]
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(foreign.make_topic, topic, 2)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, StorageError)
+            assert "was deleted" in str(outcome)
+
+
+@pytest.mark.parametrize("stored", [0, 3])
+async def test_publish_after_the_topic_was_created_again_is_not_confirmed(
+    address: str, foreign: ForeignProgram, stored: int
+) -> None:
+    """Also before the watch has noticed it. The offsets of the new topic begin at 0 again."""
+    topic = new_topic()
+    async with opened(address, topic, limits=QUICK._replace(watch_s=60.0, doubt_s=60.0)) as adapter:
+        for number in range(stored):
+            await adapter.enqueue([(0, batch(str(number)))])
+        await asyncio.to_thread(foreign.delete_topic, topic)
+        await asyncio.to_thread(foreign.make_topic, topic)
+        with pytest.raises(StorageError, match=r"not known whether events are stored: .* created again"):
+            await adapter.enqueue([(0, batch("new"))])
+
+
+@pytest.mark.parametrize("end", [0, 3])
+async def test_ends_of_a_topic_that_was_created_again_are_not_those_of_its_queues(
+    address: str, foreign: ForeignProgram, end: int
+) -> None:
+    """Else `caught_up` would return, and readers would step back."""
+    topic = new_topic()
+    async with opened(address, topic, limits=QUICK._replace(watch_s=60.0)) as adapter:
+        for number in range(3):
+            await adapter.enqueue([(0, batch(str(number)))])
+        assert await adapter.due_end(0) == 3
+        await asyncio.to_thread(foreign.delete_topic, topic)
+        await asyncio.to_thread(foreign.make_topic, topic)
+        with pytest.raises(StorageError, match="created again"):
+            await (adapter.due_end(0) if end else adapter.resume_at(0, 3))
+        with pytest.raises(StorageError, match="created again"):
+            await adapter.bounds(0)
+
+
 async def test_deleted_topic_is_a_fault(address: str, foreign: ForeignProgram) -> None:
     topic = new_topic()
     async with opened(address, topic) as adapter:

@@ -93,6 +93,8 @@ async def test_topic_that_was_created_again_is_a_fault_within_five_seconds(
         await until(faulted, 5)
         with pytest.raises(StorageError, match="created again"):
             await provider.stream("tests", "s").publish(b"new")
+        with pytest.raises(StorageError, match="created again"):
+            await subscription.caught_up()
         assert collector.found == [b"old"]
 
 
