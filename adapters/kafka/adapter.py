@@ -86,7 +86,7 @@ async def _open_topic(
             "gone: create another provider, or one with another topic",
             option="options",
         )
-    check_topic(topic, facts, await topics.settings(topic), queues=context.queues, options=options)
+    check_topic(topic, facts, await topics.settings(topic), context=context, options=options)
     ledger = ledger_topic(topic)
     if await topics.describe(ledger) is None:
         await topics.create(ledger, 1, options.replication or facts.replicas, ledger_settings())
@@ -124,7 +124,9 @@ class KafkaAdapter(QueueAdapter):
             self.mapper = PartitionMapper(options.partitioner, context.queues, context.queue_of)
         self.identity = facts.topic_id
         self.location = options.location(topic, facts.topic_id)
-        self._watch = TopicWatch(topic, facts, topics, limits, self._wake)
+        self._watch = TopicWatch(
+            topic, facts, topics, limits, self._wake, queues=context.queues, is_shared=options.format == "raw"
+        )
         places = [call_place(facts.topic_id, queue) for queue in range(context.queues)]
         self._ledgers = KafkaLedgers(topic, places, clients, topics, limits)
         self._publisher: RecordPublisher | None = None

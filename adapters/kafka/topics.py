@@ -15,6 +15,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from ...streams.errors import InvalidArgument, NotFound, StorageError
 from ..receiving import Bounds
+from ..seam import AdapterContext
 from .client import MAX_RECORD_BYTES, KafkaClients, answer_of
 from .limits import KafkaLimits
 from .options import KafkaOptions
@@ -178,17 +179,31 @@ def replica_settings(replicas: int | None) -> Mapping[str, str]:
     return {} if replicas is None else {"min.insync.replicas": str(max(1, replicas - 1))}
 
 
+def added_partitions(topic: str, partitions: int, queues: int) -> str:
+    """Return the reason why a raw topic to which partitions were added cannot be used, with the remedy."""
+    return (
+        f"the topic {topic!r} has {partitions} partitions now, and the provider has {queues} queues: other programs "
+        f"write events into partitions that it does not read, and move keys there: create a provider of another name "
+        f"with queues = {partitions} and this topic, and start its subscriptions at a time before the change"
+    )
+
+
 def check_topic(
-    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, queues: int, options: KafkaOptions
+    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, context: AdapterContext, options: KafkaOptions
 ) -> None:
-    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it."""
-    keep = options.keeps_unfinished
+    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it.
+
+    Partitions that were added to a packed topic of a known provider are accepted: nothing is stored in them.
+    """
+    keep, queues = options.keeps_unfinished, context.queues
+    if context.location and facts.partitions > queues and options.format == "raw":
+        raise InvalidArgument(f"adapter 'kafka': {added_partitions(topic, facts.partitions, queues)}", option="options")
     alter = (
         f"kafka-configs.sh --bootstrap-server {options.bootstrap} --alter --entity-type topics --entity-name {topic}"
     )
     problems: list[tuple[bool, str, str]] = [
         (
-            facts.partitions != queues,
+            facts.partitions < queues or (facts.partitions > queues and not context.location),
             f"has {facts.partitions} partitions, and the provider has {queues} queues",
             f"open the provider with queues = {facts.partitions}, or use another topic",
         ),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ...streams.errors import HeadraceError, StorageError
 from .limits import KafkaLimits
-from .topics import KafkaTopics, TopicFacts
+from .topics import KafkaTopics, TopicFacts, added_partitions
 
 log = logging.getLogger("headrace.adapters.kafka")
 
@@ -17,9 +17,21 @@ class TopicWatch:
     """Checks the topic from time to time. `fault` is the reason why it cannot be used at present, or None."""
 
     def __init__(
-        self, topic: str, facts: TopicFacts, topics: KafkaTopics, limits: KafkaLimits, changed: Callable[[], None]
+        self,
+        topic: str,
+        facts: TopicFacts,
+        topics: KafkaTopics,
+        limits: KafkaLimits,
+        changed: Callable[[], None],
+        *,
+        queues: int,
+        is_shared: bool,
     ) -> None:
-        """`changed` is called when the fault changes."""
+        """`changed` is called when the fault changes. `is_shared`: other programs write to the topic, too."""
+        self._partitions = queues
+        """The number of partitions that is known, at first the number of those that are read."""
+        self._queues = queues
+        self._is_shared = is_shared
         self._topic = topic
         self._facts = facts
         self._topics = topics
@@ -66,9 +78,13 @@ class TopicWatch:
                 f"{facts.topic_id}): its events are gone; create another provider, or one with another topic"
             )
             return self._replaced
-        if facts.partitions != self._facts.partitions:
-            return StorageError(
-                f"the topic {self._topic!r} has {facts.partitions} partitions now, and had {self._facts.partitions}: "
-                "events in the new ones are not read"
-            )
+        if facts.partitions > self._queues and self._is_shared:
+            return StorageError(added_partitions(self._topic, facts.partitions, self._queues))
+        if facts.partitions != self._partitions:
+            self._partitions = facts.partitions
+            log.warning(
+                "topic %r has %d partitions, and the provider has %d queues: records in partitions from %d on are not "
+                "read; headrace writes none there",
+                self._topic, facts.partitions, self._queues, self._queues,
+            )  # fmt: skip
         return None

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from headrace.adapters import AdapterContext, QueueReceiver, Received
 from headrace.adapters.kafka import KafkaAdapter, KafkaLimits, open_adapter
@@ -68,6 +68,10 @@ class ForeignProgram:
     def make_topic(self, topic: str, partitions: int = 1, settings: Mapping[str, str] | None = None) -> None:
         (made,) = self.admin.create_topics([NewTopic(topic, partitions, 1, config=dict(settings or {}))]).values()
         made.result(30)
+
+    def add_partitions(self, topic: str, partitions: int) -> None:
+        (added,) = self.admin.create_partitions([NewPartitions(topic, partitions)]).values()
+        added.result(30)
 
     def delete_topic(self, topic: str) -> None:
         (deleted,) = self.admin.delete_topics([topic]).values()

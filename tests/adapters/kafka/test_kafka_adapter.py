@@ -207,6 +207,56 @@ async def test_deleted_topic_is_a_fault(address: str, foreign: ForeignProgram) -
                 await waiting
 
 
+async def test_packed_topic_with_more_partitions_is_read_and_written_further(
+    address: str, foreign: ForeignProgram, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = new_topic()
+
+    async def warned() -> None:
+        async with asyncio.timeout(20):
+            while "partitions from 2 on are not read" not in caplog.text:  # noqa: ASYNC110 (the watch logs it)
+                await asyncio.sleep(0.05)
+
+    async with opened(address, topic, queues=2) as adapter:
+        receiver = await adapter.open_receiver(1)
+        await asyncio.to_thread(foreign.add_partitions, topic, 4)
+        await warned()
+        await adapter.enqueue([(1, batch("after"))])
+        assert await received(receiver, 1) == ["after"]
+        location = adapter.location
+        assert caplog.text.count("are not read") == 1
+    caplog.clear()
+    async with opened(address, topic, queues=2, location=location) as adapter:
+        await warned()
+        await adapter.enqueue([(1, batch("again"))])
+        assert await received(await adapter.open_receiver(1, 0), 2) == ["after", "again"]
+
+
+async def test_raw_topic_with_more_partitions_is_a_fault_whose_remedy_works(
+    address: str, foreign: ForeignProgram
+) -> None:
+    """Other programs have moved keys to the new partitions."""
+    topic = new_topic()
+    await asyncio.to_thread(foreign.make_topic, topic, 1)
+    remedy = "create a provider of another name with queues = 3 and this topic"
+    async with opened(address, topic, format="raw") as adapter:
+        await asyncio.to_thread(foreign.write, topic, [b"before"])
+        receiver = await adapter.open_receiver(0, 0)
+        await asyncio.to_thread(foreign.add_partitions, topic, 3)
+        with pytest.raises(StorageError, match=remedy):
+            await asyncio.wait_for(received(receiver, 2), 20)
+        with pytest.raises(StorageError, match=remedy):
+            await adapter.enqueue([(0, EventBatch.of(StreamId(topic, "k"), [b"x"]))])
+        location = adapter.location
+    with pytest.raises(InvalidArgument, match=remedy):
+        async with opened(address, topic, location=location):
+            pass
+    async with opened(address, topic, queues=3, format="raw", provider="another") as adapter:
+        await adapter.enqueue([(2, EventBatch.of(StreamId(topic, "k"), [b"x"]))])
+        assert await received(await adapter.open_receiver(0, 0), 1) == ["before"]
+        assert await received(await adapter.open_receiver(2, 0), 1) == ["x"]
+
+
 @pytest.mark.parametrize(
     ("settings", "partitions", "message"),
     [
