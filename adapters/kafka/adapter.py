@@ -38,8 +38,9 @@ from .watch import TopicWatch
 
 RECORD_OVERHEAD_BYTES = 4096
 """A batch may be smaller than the largest record by this, in bytes: the record has a key and headers, too."""
-ATTRIBUTES_BYTES = 256
-"""Kafka's own bytes of a record and of the group that it is stored in, at most."""
+ATTRIBUTES_BYTES = 512
+"""Bytes of a record apart from its key, value, and headers of the event: those of Kafka, also for the group that it is
+stored in, and those of the header of an idempotent call. At most about 300."""
 _KNOWN_TIMES = 1000
 
 

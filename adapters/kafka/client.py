@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from ...streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, StorageError
+from ...streams.errors import HeadraceError, InvalidArgument, StorageError
 from .connection_errors import ConnectionErrors
 from .options import KafkaOptions
 from .secrets import ClientSettings, check_names
@@ -195,7 +195,8 @@ class KafkaClients:
         text = self._settings.without_secrets(cause.str())
         code = cause.code()
         if code in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE):
-            return PayloadTooLarge(doing, 0, MAX_RECORD_BYTES)
+            # Not PayloadTooLarge: other records of the call may be stored.
+            text = "a record is above max.message.bytes of the topic, which was higher when it was opened: raise it"
         if code in _UNAUTHORIZED:
             text = f"{text}: give this user the ACL {_UNAUTHORIZED[code]}"
         if code < 0:  # an error of the client, not an answer of a broker

@@ -137,8 +137,8 @@ class RecordPublisher:
     def send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[int]]:
         """Store records. The result has their offsets.
 
-        Raises QueueFull at once, before anything is stored, if too much is pending. The result raises StorageError or
-        PayloadTooLarge: then each of the records may be stored or not.
+        Raises QueueFull at once, before anything is stored, if too much is pending. The result raises
+        StorageError: then each of the records may be stored or not.
         """
         if self._closing:
             raise Closed("the kafka adapter is closed")
@@ -268,9 +268,7 @@ class RecordPublisher:
         if error.code() in _PURGED and self._fault is not None:
             return self._fault.copy()
         failure = self._clients.failure(f"events were not confirmed by topic {self._topic!r}", error)
-        if isinstance(failure, StorageError):
-            return StorageError(f"{failure}: they may or may not be stored, publish them again")
-        return failure
+        return StorageError(f"{failure}: they may or may not be stored, publish them again")
 
     async def aclose(self) -> None:
         """Wait until every record is stored or has failed. Idempotent."""

@@ -7,7 +7,7 @@ import logging
 from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
-from ...streams.field_limits import MAX_TIME_US, MIN_TIME_US, check_headers, check_ids
+from ...streams.field_limits import MAX_HEADERS, MAX_TIME_US, MIN_TIME_US, check_headers, check_ids
 from ...streams.identity import StreamId
 from .client import KafkaRecord, RecordHeaders
 from .keys import as_base64, record_key, stream_key
@@ -23,8 +23,11 @@ TIME, ID = f"{OWN}time", f"{OWN}id"
 NULL_VALUE = "kafka.value"
 """An event with this header, and the value `null`, is a record without a value: a tombstone."""
 MAX_DIGITS = 20
-_HEADERS_BYTES = 64
-"""Bound of the bytes of the header of the time, and of the name of the header of the id."""
+_HEADER_BYTES = 8
+"""Bytes that Kafka adds to a header, at most: the lengths of its name and value."""
+_HEADERS_BYTES = 64 + _HEADER_BYTES * (MAX_HEADERS + 2)
+"""Bound of the bytes of an event's headers that its batch does not have: the header of the time, the name of the header
+of the id, and the bytes that Kafka adds."""
 KNOWN_KEYS = 1 << 16
 """Largest number of keys whose streams a reader remembers."""
 
@@ -57,7 +60,9 @@ class RawFormat:
         records = [self._record(queue, key.key, event) for event in batch.iter_events()]
         if batch.nbytes + len(records) * _HEADERS_BYTES > self._max_bytes:
             for record in records:
-                nbytes = record.nbytes + sum(len(name) + len(value) for name, value in record.headers or ())
+                nbytes = record.nbytes + sum(
+                    len(name.encode()) + len(value) + _HEADER_BYTES for name, value in record.headers or ()
+                )
                 if nbytes > self._max_bytes:
                     raise PayloadTooLarge(f"an event for {stream}", nbytes, self._max_bytes)
         return records

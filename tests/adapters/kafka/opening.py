@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from headrace.adapters import AdapterContext, QueueReceiver, Received
@@ -72,6 +73,12 @@ class ForeignProgram:
     def add_partitions(self, topic: str, partitions: int) -> None:
         (added,) = self.admin.create_partitions([NewPartitions(topic, partitions)]).values()
         added.result(30)
+
+    def set_topic(self, topic: str, name: str, value: str) -> None:
+        entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+        (done,) = self.admin.incremental_alter_configs([resource]).values()
+        done.result(30)
 
     def delete_topic(self, topic: str) -> None:
         (deleted,) = self.admin.delete_topics([topic]).values()

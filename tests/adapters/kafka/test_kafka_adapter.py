@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from confluent_kafka import TopicPartition
 
 from benchmarks.kafka_servers import KafkaServer
 from benchmarks.servers import free_port
-from headrace.adapters import Bounds, Gap
+from headrace.adapters import Bounds, Gap, ProducerSequence
 from headrace.streams.errors import InvalidArgument, NotFound, PayloadTooLarge, QueueFull, StorageError
 from headrace.streams.events import Event, EventBatch
 from headrace.streams.identity import StreamId
@@ -383,6 +384,41 @@ async def test_publish_is_refused_while_too_much_is_pending(address: str) -> Non
             await adapter.enqueue([(0, batch("more"))])
         assert len(await first) == 3
         await adapter.enqueue([(0, batch("more"))])
+
+
+async def test_record_that_does_not_fit_any_more_may_be_stored_in_part(address: str, foreign: ForeignProgram) -> None:
+    """So it is no PayloadTooLarge, which promises that nothing is stored."""
+    topic = new_topic()
+    async with opened(address, topic, queues=2) as adapter:
+        await asyncio.to_thread(foreign.set_topic, topic, "max.message.bytes", "100000")
+        large = EventBatch.of(StreamId("s", "s"), [os.urandom(400_000)])
+        with pytest.raises(StorageError, match=r"above max\.message\.bytes .*may or may not be stored"):
+            await adapter.enqueue([(0, batch("fits")), (1, large)])
+        assert await received(await adapter.open_receiver(0, 0), 1) == ["fits"]
+
+
+@pytest.mark.parametrize("headers", [0, 128])
+async def test_largest_raw_event_of_an_idempotent_call_fits(
+    address: str, foreign: ForeignProgram, headers: int
+) -> None:
+    topic, limit = new_topic(), 100_000
+    await asyncio.to_thread(foreign.make_topic, topic, 1, {"max.message.bytes": str(limit)})
+    names = {f"h{number:03}": "v" for number in range(headers)}
+
+    async with opened(address, topic, format="raw", compression="none") as adapter:
+
+        async def is_stored(size: int) -> bool:
+            event = EventBatch.of(StreamId(topic, "k"), [Event(os.urandom(size), headers=names)])
+            try:
+                await adapter.enqueue([(0, event)], sequence=ProducerSequence("p" * 128, 1, 0))
+            except PayloadTooLarge:
+                return False
+            return True
+
+        size = limit - 300
+        while not await is_stored(size):
+            size -= 1
+        assert size > limit - 3000
 
 
 async def test_batch_above_the_limit_of_the_topic_is_refused(address: str) -> None:
