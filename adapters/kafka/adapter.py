@@ -23,7 +23,7 @@ from .client import KafkaClients
 from .fetching import FetchedGroup, PartitionFetcher
 from .formats import PackedFormat, RecordFormat
 from .ledger import call_place
-from .ledgers import KafkaLedgers, ledger_settings, ledger_topic
+from .ledgers import KafkaLedgers
 from .limits import KAFKA_LIMITS, KafkaLimits
 from .options import KafkaOptions, with_location
 from .partitioners import PartitionMapper
@@ -33,7 +33,8 @@ from .raw import RawFormat
 from .reading import read_range
 from .receiver import KafkaReceiver, ReceiverQueue
 from .secrets import ClientSettings
-from .topics import KafkaTopics, TopicFacts, check_topic, no_topic, replica_settings, topic_settings
+from .topic_setup import open_topic
+from .topics import KafkaTopics, TopicFacts
 from .watch import TopicWatch
 
 RECORD_OVERHEAD_BYTES = 4096
@@ -58,7 +59,8 @@ async def open_adapter(
     clients = KafkaClients(chosen, settings)
     topics = KafkaTopics(clients, await asyncio.to_thread(clients.admin), limits)
     topic = chosen.topic or f"headrace.{context.provider}"
-    facts = await _open_topic(topic, context, chosen, topics, topic_id=topic_id)
+    given_age_s = options.get("retain_age_s")
+    facts = await open_topic(topic, context, chosen, topics, topic_id=topic_id, given_age_s=given_age_s)
     adapter = KafkaAdapter(context, chosen, limits, topic=topic, facts=facts, clients=clients, topics=topics)
     try:
         await adapter.open()
@@ -66,33 +68,6 @@ async def open_adapter(
         await adapter.aclose()
         raise
     return adapter
-
-
-async def _open_topic(
-    topic: str, context: AdapterContext, options: KafkaOptions, topics: KafkaTopics, *, topic_id: str
-) -> TopicFacts:
-    """Return the facts about the topic. `topic_id` is its id of the last time, "" if it was not used before."""
-    facts = await topics.describe(topic)
-    if facts is None:
-        if not options.create or context.location:
-            raise no_topic(topic, context.queues, options.bootstrap)
-        kept = options.keeps_unfinished or options.retain_age_s is None
-        retention_ms = -1 if kept else int((options.retain_age_s or 0) * 1000)
-        settings = {**topic_settings(retention_ms), **replica_settings(options.replication)}
-        await topics.create(topic, context.queues, options.replication, settings)
-    facts = await topics.created(topic)  # another process may just have created it
-    if topic_id and topic_id != facts.topic_id:
-        raise InvalidArgument(
-            f"provider {context.provider!r}: the topic {topic!r} was deleted and created again, so its events are "
-            "gone: create another provider, or one with another topic",
-            option="options",
-        )
-    check_topic(topic, facts, await topics.settings(topic), context=context, options=options)
-    ledger = ledger_topic(topic)
-    if await topics.describe(ledger) is None:
-        await topics.create(ledger, 1, options.replication or facts.replicas, ledger_settings())
-    await topics.created(ledger)
-    return facts
 
 
 class KafkaAdapter(QueueAdapter):

@@ -77,6 +77,8 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "topic": topic,
             "topic_id": topic_id,
             "retain_unfinished": self.keeps_unfinished,
+            # If Kafka deletes by age, the topic has the age.
+            **({"retain_age_s": self.retain_age_s} if self.keeps_unfinished and self.retain_age_s else {}),
             "kafka": msgspec.to_builtins(stored),
             **({} if self.format == "packed" else self._raw_location(topic)),
         }
@@ -92,7 +94,8 @@ def _secret(name: str) -> bool:
 def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the options given, completed by the stored location, and the id of the topic, "" if it is not known.
 
-    Brokers may move: other addresses are accepted. Raises InvalidArgument for another topic, or for a raw topic that is
+    An option that is given counts, also if another value is stored: brokers may move, and settings of the client in
+    `kafka` are replaced as a whole. Raises InvalidArgument for another topic, or for a raw topic that is
     read in another way.
     """
     stored = dict(stored)
@@ -105,6 +108,4 @@ def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, 
                 f"with {name} = {fixed[name]!r}, or create another provider",
                 option="options",
             )
-    if "bootstrap" in given:
-        stored.pop("kafka", None)
     return {**stored, **given}, topic_id

@@ -1,4 +1,4 @@
-"""The topic of a provider: its creation, the settings that are refused, and the offsets of its partitions."""
+"""Requests to the brokers about topics: facts, creation, settings, and the offsets of partitions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from typing import Any, NamedTuple, cast
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as Place
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
 
-from ...streams.errors import InvalidArgument, NotFound, StorageError
+from ...streams.errors import StorageError
 from ..receiving import Bounds
-from ..seam import AdapterContext
-from .client import MAX_RECORD_BYTES, KafkaClients, answer_of
+from .client import KafkaClients, answer_of
 from .limits import KafkaLimits
-from .options import KafkaOptions
-
-MIN_RECORD_BYTES = 4 << 20
-"""A topic that stores smaller records only is refused: a batch of events may be as large as this."""
-
 
 _NONE = -1
 """The offset of a time after the last record."""
@@ -94,6 +88,14 @@ class KafkaTopics:
         found = await answer_of(asked, self._clients, f"the settings of topic {topic!r} cannot be read")
         return {name: entry.value for name, entry in found.items()}
 
+    async def set(self, topic: str, name: str, value: str) -> None:
+        """Change a setting of a topic."""
+        entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])  # pyright: ignore[reportUnknownMemberType]
+        requests = self._client.incremental_alter_configs([resource], request_timeout=self._limits.request_s)
+        (asked,) = requests.values()
+        await answer_of(asked, self._clients, f"{name} of topic {topic!r} cannot be set")
+
     async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """Return the retained offsets of partitions. The end is that of committed records."""
         places = [Place(topic, partition) for partition in partitions]
@@ -162,90 +164,10 @@ def _knows_old_leader(answer: Any) -> bool:
     return isinstance(error, KafkaException) and error.args[0].code() in _OLD_LEADER
 
 
-def topic_settings(retention_ms: int) -> Mapping[str, str]:
-    """Return the settings of a topic that is created. -1: Kafka deletes nothing by itself."""
-    return {
-        "cleanup.policy": "delete",
-        "retention.ms": str(retention_ms),
-        "retention.bytes": "-1",
-        "max.message.bytes": str(MAX_RECORD_BYTES),
-        "message.timestamp.type": "LogAppendTime",
-        "unclean.leader.election.enable": "false",
-    }
-
-
-def replica_settings(replicas: int | None) -> Mapping[str, str]:
-    """Return how many replicas have to store a record of a topic that is created."""
-    return {} if replicas is None else {"min.insync.replicas": str(max(1, replicas - 1))}
-
-
 def added_partitions(topic: str, partitions: int, queues: int) -> str:
     """Return the reason why a raw topic to which partitions were added cannot be used, with the remedy."""
     return (
         f"the topic {topic!r} has {partitions} partitions now, and the provider has {queues} queues: other programs "
         f"write events into partitions that it does not read, and move keys there: create a provider of another name "
         f"with queues = {partitions} and this topic, and start its subscriptions at a time before the change"
-    )
-
-
-def check_topic(
-    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, context: AdapterContext, options: KafkaOptions
-) -> None:
-    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it.
-
-    Partitions that were added to a packed topic of a known provider are accepted: nothing is stored in them.
-    """
-    keep, queues = options.keeps_unfinished, context.queues
-    if context.location and facts.partitions > queues and options.format == "raw":
-        raise InvalidArgument(f"adapter 'kafka': {added_partitions(topic, facts.partitions, queues)}", option="options")
-    alter = (
-        f"kafka-configs.sh --bootstrap-server {options.bootstrap} --alter --entity-type topics --entity-name {topic}"
-    )
-    problems: list[tuple[bool, str, str]] = [
-        (
-            facts.partitions < queues or (facts.partitions > queues and not context.location),
-            f"has {facts.partitions} partitions, and the provider has {queues} queues",
-            f"open the provider with queues = {facts.partitions}, or use another topic",
-        ),
-        (
-            "compact" in settings.get("cleanup.policy", ""),
-            "is compacted, which deletes events that were not delivered",
-            f"{alter} --add-config cleanup.policy=delete",
-        ),
-        (
-            facts.replicas >= 3 and int(settings.get("min.insync.replicas", "1")) < 2,
-            f"has {facts.replicas} replicas but min.insync.replicas = 1, so one broker could lose acknowledged events",
-            f"{alter} --add-config min.insync.replicas=2",
-        ),
-        (
-            settings.get("unclean.leader.election.enable") == "true",
-            "allows unclean leader elections, which lose acknowledged events",
-            f"{alter} --add-config unclean.leader.election.enable=false",
-        ),
-        (
-            options.format == "packed" and int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
-            f"stores no records above {settings.get('max.message.bytes')} bytes",
-            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}",
-        ),
-        (
-            keep and settings.get("retention.ms") != "-1",
-            f"deletes by age (retention.ms = {settings.get('retention.ms')}), also events that are not finished",
-            f"{alter} --add-config retention.ms=-1, or set retain_unfinished = false",
-        ),
-        (
-            keep and settings.get("retention.bytes") != "-1",
-            f"deletes by size (retention.bytes = {settings.get('retention.bytes')}), also events that are not finished",
-            f"{alter} --add-config retention.bytes=-1, or set retain_unfinished = false",
-        ),
-    ]
-    for wrong, problem, remedy in problems:
-        if wrong:
-            raise InvalidArgument(f"adapter 'kafka': the topic {topic!r} {problem}: {remedy}", option="options")
-
-
-def no_topic(topic: str, queues: int, bootstrap: str) -> NotFound:
-    return NotFound(
-        f"adapter 'kafka': there is no topic {topic!r} at {bootstrap}: create it with kafka-topics.sh "
-        f"--bootstrap-server {bootstrap} --create --topic {topic} --partitions {queues} --replication-factor 3, or set "
-        "create = true"
     )

@@ -80,6 +80,11 @@ class ForeignProgram:
         (done,) = self.admin.incremental_alter_configs([resource]).values()
         done.result(30)
 
+    def setting(self, topic: str, name: str) -> str:
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        (asked,) = self.admin.describe_configs([resource]).values()
+        return asked.result(30)[name].value
+
     def delete_topic(self, topic: str) -> None:
         (deleted,) = self.admin.delete_topics([topic]).values()
         deleted.result(30)

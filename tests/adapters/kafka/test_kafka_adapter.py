@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
 
-from benchmarks.kafka_servers import KafkaServer
+from benchmarks.kafka_servers import KafkaCluster, KafkaServer, java_command
 from benchmarks.servers import free_port
 from headrace.adapters import Bounds, Gap, ProducerSequence
 from headrace.streams.errors import InvalidArgument, NotFound, PayloadTooLarge, QueueFull, StorageError
@@ -279,10 +281,60 @@ async def test_topics_that_would_lose_events_are_refused_with_the_command_that_m
             pass
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"replication": 1}, {"format": "raw"}])
+async def test_missing_topic_is_refused_with_a_command_that_makes_one(address: str, options: dict[str, Any]) -> None:
+    topic = new_topic()
+    with pytest.raises(NotFound, match=r"create it with kafka-topics\.sh ") as refused:
+        async with opened(address, topic, create=False, **options):
+            pass
+    arguments = str(refused.value).partition("kafka-topics.sh ")[2].split()
+
+    def run() -> None:
+        command = java_command("org.apache.kafka.tools.TopicCommand", *arguments)
+        subprocess.run(command, capture_output=True, check=True)
+
+    await asyncio.to_thread(run)
+    async with opened(address, topic, create=False, **options):
+        pass
+
+
 async def test_missing_topic_is_not_created_unless_it_may_be(address: str) -> None:
-    with pytest.raises(NotFound, match=r"kafka-topics\.sh --bootstrap-server"):
+    with pytest.raises(NotFound, match=r"kafka-topics\.sh --bootstrap-server .* --config max\.message\.bytes=8388608"):
         async with opened(address, new_topic(), create=False):
             pass
+
+
+async def test_age_by_which_kafka_deletes_is_that_of_the_topic(address: str) -> None:
+    topic = new_topic()
+    async with opened(address, topic, retain_unfinished=False, retain_age_s=60) as adapter:
+        location = adapter.location
+    async with opened(address, topic, location=location):
+        pass
+    async with opened(address, topic, location=location, retain_age_s=60):
+        pass
+    with pytest.raises(InvalidArgument, match=r"retention\.ms = 60000, and retain_age_s = 90 asks for 90000"):
+        async with opened(address, topic, location=location, retain_age_s=90):
+            pass
+
+
+@pytest.fixture
+def three_brokers() -> Iterator[KafkaCluster]:
+    """With Kafka's default of `min.insync.replicas`."""
+    with KafkaCluster(settings={"min.insync.replicas": 1}) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow  # starts three brokers
+async def test_topic_with_the_replicas_of_the_cluster_is_accepted_by_the_adapter_that_made_it(
+    three_brokers: KafkaCluster,
+) -> None:
+    topic = new_topic()
+    async with opened(three_brokers.address, topic, limits=QUICK._replace(request_s=20.0)) as adapter:
+        await adapter.enqueue([(0, batch("x"))])
+    foreign = ForeignProgram(three_brokers.address)
+    for each in (topic, f"{topic}.producers"):
+        assert await asyncio.to_thread(foreign.setting, each, "min.insync.replicas") == "2"
 
 
 async def test_another_topic_than_the_stored_one_is_refused(address: str) -> None:

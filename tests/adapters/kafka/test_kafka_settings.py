@@ -84,6 +84,22 @@ def test_secrets_appear_in_no_text_and_are_not_stored(name: str) -> None:
     assert options.location("t", "id")["kafka"] == {"sasl.username": "me"}
 
 
+def test_other_addresses_keep_the_stored_settings_of_the_client() -> None:
+    """Else a client would connect without TLS after the brokers have moved, and the settings would be lost."""
+    given = {"bootstrap": "h:1", "kafka": {"security.protocol": "SASL_SSL"}}
+    stored = read_options("kafka", KafkaOptions, given).location("t", "id")
+    assert with_location("default", {"bootstrap": "h:2"}, stored)[0]["kafka"] == given["kafka"]
+    assert with_location("default", {"bootstrap": "h:2", "kafka": {}}, stored)[0]["kafka"] == {}
+
+
+def test_age_that_headrace_deletes_by_is_stored() -> None:
+    given = {"bootstrap": "h:1", "retain_age_s": 60.0}
+    stored = read_options("kafka", KafkaOptions, given).location("t", "id")
+    assert with_location("default", {}, stored)[0]["retain_age_s"] == 60.0
+    by_kafka = read_options("kafka", KafkaOptions, {**given, "retain_unfinished": False})
+    assert "retain_age_s" not in by_kafka.location("t", "id")
+
+
 def test_stored_place_of_a_secret_is_used_again() -> None:
     given = {"bootstrap": "h:1", "kafka": {"sasl.password": {"env": "SECRET"}}}
     stored = read_options("kafka", KafkaOptions, given).location("t", "id")
