@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from itertools import accumulate
 from typing import Any
 
@@ -111,9 +112,12 @@ class KafkaAdapter(QueueAdapter):
         self._progress = ProgressGroups(context.provider, topic, clients, limits)
         self._format: RecordFormat = PackedFormat(0)
         self._background = BackgroundTasks()
-        self._storing = BackgroundTasks()
+        self._calls = BackgroundTasks()
+        """Idempotent calls that have begun."""
+        self._close_task = BackgroundTasks()
         self._receivers: set[KafkaReceiver] = set()
-        self._times: OrderedDict[tuple[int, int], int | None] = OrderedDict()
+        self._times: OrderedDict[tuple[int, int], tuple[int, int | None]] = OrderedDict()
+        """By queue and offset: the offset up to which a record was searched for, and the time of the first one."""
         self._events_read = self._batches_read = 0
         self._closing: asyncio.Task[None] | None = None
 
@@ -149,7 +153,7 @@ class KafkaAdapter(QueueAdapter):
             return _receipts(self._send(records), placed)
         # A call that has begun is completed, even if the caller is cancelled.
         storing = self._producers.once(sequence, records)
-        answer = asyncio.shield(self._storing.hold(storing, f"headrace publish of {sequence.producer}"))
+        answer = asyncio.shield(self._calls.hold(storing, f"headrace publish of {sequence.producer}"))
         return answer if len(records) == len(placed) else _of_batches(answer, placed)
 
     def _send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[int]]:
@@ -271,10 +275,12 @@ class KafkaAdapter(QueueAdapter):
 
     async def _stored_us(self, queue: int, start: int, end: int) -> int | None:
         """Return the time at which the first record from `start` on was stored, None if there is none."""
-        if (queue, start) in self._times:
+        searched, found = self._times.get((queue, start), (start, None))
+        if found is not None or searched >= end:
             self._times.move_to_end((queue, start))
-            return self._times[queue, start]
-        groups = read_range(self._clients, self._topic, queue, start, end, timeout_s=self._limits.request_s)
+            return found
+        timeout_s = self._limits.request_s
+        groups = read_range(self._clients, self._topic, queue, searched, end, timeout_s=timeout_s, max_records=1)
 
         def read() -> int | None:
             try:
@@ -284,10 +290,9 @@ class KafkaAdapter(QueueAdapter):
                 groups.close()
 
         found = await self._ledgers.run(read)
-        if found is not None:
-            self._times[queue, start] = found
-            if len(self._times) > _KNOWN_TIMES:
-                self._times.popitem(last=False)
+        self._times[queue, start] = end, found
+        if len(self._times) > _KNOWN_TIMES:
+            self._times.popitem(last=False)
         return found
 
     async def show_progress(self, positions: Mapping[str, Mapping[int, int]]) -> None:
@@ -318,16 +323,19 @@ class KafkaAdapter(QueueAdapter):
 
     async def aclose(self) -> None:
         if self._closing is None:
-            self._closing = self._storing.hold(self._close(), "headrace kafka close")
+            self._closing = self._close_task.hold(self._close(), "headrace kafka close")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await self._background.aclose()
-        await asyncio.gather(*(receiver.aclose() for receiver in list(self._receivers)))
-        if self._publisher is not None:
-            await self._publisher.aclose()
-        await self._acknowledgements.aclose()
-        await self._ledgers.aclose()
+        async with AsyncExitStack() as steps:  # the last one first; an error of one keeps none from running
+            steps.push_async_callback(self._ledgers.aclose)
+            steps.push_async_callback(self._acknowledgements.aclose)
+            if self._publisher is not None:
+                steps.push_async_callback(self._publisher.aclose)
+            steps.push_async_callback(self._calls.join)
+            for receiver in self._receivers:
+                steps.push_async_callback(receiver.aclose)
+            steps.push_async_callback(self._background.aclose)
 
     def _check_open(self) -> None:
         if self._closing is not None:

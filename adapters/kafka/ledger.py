@@ -140,6 +140,13 @@ class QueueLedger:
         del self._duplicates[: bisect_left(self._duplicates, first)]
         return LedgerSnapshot(self.position, self._calls, self._duplicates)
 
+    def forget_oldest_half(self) -> int:
+        """Forget the half of the producers that stored nothing for the longest time. Return their number."""
+        oldest = sorted(self._calls, key=lambda producer: self._calls[producer].time_ms)[: (len(self._calls) + 1) // 2]
+        for producer in oldest:
+            del self._calls[producer]
+        return len(oldest)
+
     @classmethod
     def copy_of(cls, other: QueueLedger) -> QueueLedger:
         """Return a ledger that does not change with the other one."""

@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
 
 from ...streams.background import BackgroundTasks
-from ...streams.errors import HeadraceError, StorageError
+from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..receiving import Bounds
 from .client import KafkaClients, KafkaRecord
@@ -24,10 +25,15 @@ from .epochs import EpochRange, ReadEpochs
 from .ledger import CallPart, LedgerSnapshot, ProducerState, QueueLedger, StoredCall, call_part, producer_state
 from .limits import KafkaLimits
 from .publisher import OutgoingRecord, RecordPublisher
-from .reading import read_range
+from .reading import read_in_thread, read_range
 from .topics import KafkaTopics
 
 log = logging.getLogger("headrace.adapters.kafka")
+
+SNAPSHOT_BYTES_PER_RECORD = 100
+SNAPSHOT_SHARE = 4
+"""A snapshot is written only after records that are at least so many times as large, or after one record for each
+`SNAPSHOT_BYTES_PER_RECORD` of its bytes."""
 
 _T = TypeVar("_T")
 _QUEUE, _PRODUCER, _BEGIN, _EPOCH = b"queue/", b"producer/", b"begin/", b"epoch/"
@@ -70,6 +76,8 @@ class KafkaLedgers:
         self._limits = limits
         self._queues = [QueueLedger() for _ in range(queues)]
         self._unsaved = [_Unsaved() for _ in range(queues)]
+        self._stored_bytes = [0] * queues
+        """Bytes of the last snapshot of each queue."""
         self._epochs = [ReadEpochs() for _ in range(queues)]
         self._locks = [asyncio.Lock() for _ in range(queues)]
         self._begins: dict[int, int] = {}
@@ -110,9 +118,10 @@ class KafkaLedgers:
             return
         timeout_s = self._limits.request_s
         groups = read_range(self._clients, topic, 0, start, end, timeout_s=timeout_s)
-        while (group := await self.run(lambda: next(groups, None))) is not None:
-            for record in group:
-                self._read_row(record)
+        async with aclosing(read_in_thread(self._threads, groups, lambda group: group)) as found:
+            async for group in found:
+                for record in group:
+                    self._read_row(record)
         self._rows_read = end
 
     def _read_row(self, record: KafkaRecord) -> None:
@@ -169,10 +178,7 @@ class KafkaLedgers:
                 self._clients, self._topic, queue, ledger.position, end, timeout_s=self._limits.request_s
             )
 
-            def following() -> tuple[list[tuple[int, CallPart, int]], int, int, int] | None:
-                group = next(groups, None)
-                if group is None:
-                    return None
+            def digest(group: Sequence[KafkaRecord]) -> tuple[list[tuple[int, CallPart, int]], int, int, int]:
                 parts = [
                     (record.offset(), part, record.timestamp()[1])
                     for record in group
@@ -180,12 +186,12 @@ class KafkaLedgers:
                 ]
                 return parts, group[-1].offset() + 1, len(group), sum(len(each.value() or b"") for each in group)
 
-            while (found := await self.run(following)) is not None:
-                parts, at, records, nbytes = found
-                for offset, part, time_ms in parts:
-                    ledger.observe(offset, part, time_ms)
-                ledger.advance(at)
-                self._count(queue, records, nbytes)
+            async with aclosing(read_in_thread(self._threads, groups, digest)) as found:
+                async for parts, at, records, nbytes in found:
+                    for offset, part, time_ms in parts:
+                        ledger.observe(offset, part, time_ms)
+                    ledger.advance(at)
+                    self._count(queue, records, nbytes)
             ledger.advance(end)
 
     def observe(self, queue: int, records: Iterable[tuple[int, CallPart | None, int]]) -> list[bool]:
@@ -269,7 +275,11 @@ class KafkaLedgers:
         unsaved = self._unsaved[queue]
         unsaved.records += records
         unsaved.nbytes += nbytes
-        if unsaved.records >= self._limits.snapshot_records or unsaved.nbytes >= self._limits.snapshot_bytes:
+        # A large snapshot is stored less often.
+        stored_bytes = self._stored_bytes[queue]
+        enough_records = max(self._limits.snapshot_records, stored_bytes // SNAPSHOT_BYTES_PER_RECORD)
+        enough_bytes = max(self._limits.snapshot_bytes, SNAPSHOT_SHARE * stored_bytes)
+        if unsaved.records >= enough_records or unsaved.nbytes >= enough_bytes:
             self._unsaved[queue] = _Unsaved()
             self._background.start(self._save(queue), f"headrace kafka ledger {queue}")
 
@@ -278,14 +288,29 @@ class KafkaLedgers:
         oldest_ms = int((time.time() - self._limits.producers_kept_s) * 1000)
         try:
             first = (await self._topics.bounds(self._topic, [queue]))[queue].first
-            snapshot = self._queues[queue].snapshot(oldest_ms, first)
-            rows = [OutgoingRecord(0, _QUEUE + str(queue).encode(), msgspec.msgpack.encode(snapshot))]
+            await self._read_rows()  # another process may have stored a later call of a producer that seems to be old
+            encoded = self._snapshot(queue, oldest_ms, first)
+            self._stored_bytes[queue] = len(encoded)
+            rows = [OutgoingRecord(0, _QUEUE + str(queue).encode(), encoded)]
             for producer in [name for name, call in self._empty.items() if call.time_ms < oldest_ms]:
                 del self._empty[producer]
                 rows.append(OutgoingRecord(0, _PRODUCER + producer.encode(), None))
             await self._rows().send(rows)
-        except StorageError as error:
+        except HeadraceError as error:
             log.info("the ledger of queue %d of topic %r was not stored: %s", queue, self._topic, error)
+
+    def _snapshot(self, queue: int, oldest_ms: int, first: int) -> bytes:
+        """Return the encoded ledger of a queue. If it is too large, forget the producers with the oldest calls."""
+        ledger = self._queues[queue]
+        while len(encoded := msgspec.msgpack.encode(ledger.snapshot(oldest_ms, first))) > self._limits.ledger_bytes:
+            forgotten = ledger.forget_oldest_half()
+            log.warning(
+                "queue %d of topic %r: its ledger of producers is full (%d bytes), so %d of them are forgotten",
+                queue, self._topic, len(encoded), forgotten,
+            )  # fmt: skip
+            if not forgotten:
+                break
+        return encoded
 
     async def saved(self) -> None:
         """Wait until the snapshots that were begun are stored."""

@@ -25,6 +25,8 @@ class KafkaLimits(NamedTuple):
     snapshot_records: int = 5_000
     """After this many records of a queue, the ledger of its producers is stored."""
     snapshot_bytes: int = 32 << 20
+    ledger_bytes: int = 8 << 20
+    """A snapshot has at most this many bytes: above them, the producers of the longest time ago are forgotten."""
     commit_s: float = 1.0
     """Pause between two commits of acknowledged offsets to Kafka."""
     show_s: float = 4.0

@@ -81,8 +81,7 @@ class KafkaReceiver(QueueReceiver):
             self._changed.clear()
             if self._steps:
                 if self._unchecked:
-                    await self._queue.check()
-                    self._unchecked = False
+                    await self._check()
                     continue
                 return self._next(max_events, max_bytes)
             if self._error is not None:
@@ -91,6 +90,15 @@ class KafkaReceiver(QueueReceiver):
             elif self._fetcher is None:
                 self._fetcher = self._queue.fetch(self._position, self._arrived)
             await self._changed.wait()
+
+    async def _check(self) -> None:
+        """Check the topic. A pause that is noted meanwhile needs a check of its own."""
+        self._unchecked = False
+        try:
+            await self._queue.check()
+        except BaseException:
+            self._unchecked = True
+            raise
 
     def _next(self, max_events: int, max_bytes: int) -> Received:
         """Return the batches that follow; if there are none, a gap, or a higher position."""

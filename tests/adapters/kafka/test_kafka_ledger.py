@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import ProducerSequence
 from headrace.adapters.kafka import KafkaAdapter
+from headrace.adapters.kafka.client import KafkaClients
 from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, call_place, producer_state
+from headrace.adapters.kafka.ledgers import ledger_topic
+from headrace.adapters.kafka.limits import KAFKA_LIMITS
+from headrace.adapters.kafka.options import KafkaOptions
+from headrace.adapters.kafka.reading import read_range
+from headrace.adapters.kafka.secrets import ClientSettings
+from headrace.adapters.kafka.topics import KafkaTopics
 from headrace.streams.errors import StorageError
 from tests.adapters.kafka.opening import QUICK, ForeignProgram, batch, new_topic, opened, received
 
@@ -139,3 +146,50 @@ async def test_call_that_timed_out_is_stored_once_when_it_is_sent_again(kafka_se
             await publish(other, 2, (0, "2"))
             assert await publish(other, 3, (0, "3")) == [False]
             assert await received(await other.open_receiver(0, 0), 3) == ["1", "2", "3"]
+
+
+async def test_full_ledger_forgets_the_producers_of_the_longest_time_ago(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = new_topic()
+    limits = QUICK._replace(snapshot_records=20, ledger_bytes=400)
+    async with opened(address, topic, limits=limits) as adapter:
+        for number in range(20):
+            sequence = ProducerSequence(f"producer-{number:02}", 1, 0)
+            await adapter.enqueue([(0, batch("x"))], sequence=sequence)
+        assert len(await received(await adapter.open_receiver(0, 0), 20)) == 20
+        await adapter.snapshots_stored()
+        assert "its ledger of producers is full" in caplog.text
+        assert "task" not in caplog.text
+    async with opened(address, topic) as adapter:
+        assert await adapter.last_sequence("producer-19") == 1
+        assert await adapter.last_sequence("producer-00") == 0
+
+
+async def test_call_without_batches_that_another_process_stored_later_is_not_deleted(address: str) -> None:
+    topic = new_topic()
+    limits = QUICK._replace(snapshot_records=3, producers_kept_s=1.0)
+    async with opened(address, topic, limits=limits) as adapter, opened(address, topic) as other:
+        await publish(adapter, 1)
+        await asyncio.sleep(1.1)
+        await publish(other, 2)
+        for _ in range(3):
+            await adapter.enqueue([(0, batch("x"))])
+        assert len(await received(await adapter.open_receiver(0, 0), 3)) == 3
+        await adapter.snapshots_stored()
+    clients = KafkaClients(KafkaOptions(bootstrap=address), ClientSettings({}))
+    end = (await KafkaTopics(clients, clients.admin(), KAFKA_LIMITS).bounds(ledger_topic(topic), [0]))[0].next
+
+    def deleted() -> list[bytes | None]:
+        groups = read_range(clients, ledger_topic(topic), 0, 0, end, timeout_s=5.0)
+        return [record.key() for group in groups for record in group if record.value() is None]
+
+    assert await asyncio.to_thread(deleted) == []
+
+
+async def test_call_that_has_begun_is_stored_before_the_adapter_is_closed(address: str) -> None:
+    async with opened(address, new_topic()) as adapter:
+        call = asyncio.ensure_future(publish(adapter, 1, (0, "x")))
+        await asyncio.sleep(0)  # it has begun to read the ledger
+        await adapter.aclose()
+        assert await call == [False]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import cast
 
 import pytest
@@ -17,6 +20,7 @@ from headrace.adapters.kafka.fetching import FetchedGroup, FetchedRecord, Partit
 from headrace.adapters.kafka.formats import PackedFormat, RecordFormat
 from headrace.adapters.kafka.options import KafkaOptions
 from headrace.adapters.kafka.publisher import OutgoingRecord, RecordPublisher
+from headrace.adapters.kafka.reading import read_in_thread, read_range
 from headrace.adapters.kafka.receiver import KafkaReceiver, ReceiverQueue
 from headrace.adapters.kafka.secrets import ClientSettings
 from headrace.streams.errors import StorageError
@@ -44,7 +48,11 @@ async def bounds() -> Bounds:
     return Bounds(0, 100)
 
 
-def receiver_over(fetch: Callable[[int, Deliver], PartitionFetcher], clients: KafkaClients) -> KafkaReceiver:
+def receiver_over(
+    fetch: Callable[[int, Deliver], PartitionFetcher],
+    clients: KafkaClients,
+    check: Callable[[], Awaitable[None]] = nothing,
+) -> KafkaReceiver:
     """Return a receiver at offset 5 of a queue that has offsets 0 to 99."""
 
     def note(group: FetchedGroup) -> Sequence[bool]:
@@ -52,7 +60,7 @@ def receiver_over(fetch: Callable[[int, Deliver], PartitionFetcher], clients: Ka
 
     def ignore(_: object) -> None: ...
 
-    queue = ReceiverQueue(0, fetch, note, bounds, nothing, lambda: None, clients.failure, ignore)
+    queue = ReceiverQueue(0, fetch, note, bounds, check, lambda: None, clients.failure, ignore)
     return KafkaReceiver(queue, 5, 0, ignore)
 
 
@@ -152,3 +160,67 @@ async def test_closing_a_publisher_with_a_cancelled_call_does_not_cancel_the_cal
         answer.cancel()
         clients.options = KafkaOptions(bootstrap=kafka_server.address, publish_timeout_s=0.1)  # how long it waits now
         await publisher.aclose()
+
+
+async def test_consumer_of_a_cancelled_reader_is_closed_in_a_thread() -> None:
+    """Else the garbage collector closes it on the event loop, which waits for the brokers."""
+    reading, answered, closed_by = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def groups() -> Generator[Sequence[KafkaRecord]]:
+        try:
+            reading.set()
+            answered.wait(10)
+            yield ()
+            yield ()
+        finally:
+            closed_by.append(threading.current_thread())
+
+    with ThreadPoolExecutor(1) as threads:
+
+        async def read() -> None:
+            async with aclosing(read_in_thread(threads, groups(), len)) as found:
+                async for _ in found:
+                    pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(reading.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        answered.set()
+        async with asyncio.timeout(10):
+            while not closed_by:  # noqa: ASYNC110 (a thread closes it)
+                await asyncio.sleep(0.01)
+    assert closed_by[0] is not threading.main_thread()
+
+
+async def test_range_above_the_end_of_a_partition_is_an_error_that_names_the_end(address: str) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        await adapter.enqueue([(0, batch("x"))])
+
+    def read() -> list[int]:
+        groups = read_range(clients_of(address), topic, 0, 0, 5, timeout_s=1.0)
+        return [record.offset() for group in groups for record in group]
+
+    with pytest.raises(StorageError, match="up to 5: it ends at offset 1"):
+        await asyncio.to_thread(read)
+
+
+async def test_pause_during_a_check_of_the_topic_needs_a_check_of_its_own() -> None:
+    checks = 0
+    delivers: list[Deliver] = []
+
+    def fetch(_: int, deliver: Deliver) -> PartitionFetcher:
+        delivers.append(deliver)
+        return cast(PartitionFetcher, AnsweringFetcher([RECORD._replace(paused=True)], deliver))
+
+    async def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 1:
+            delivers[0](FetchedGroup([FetchedRecord(6, batch("six"), None, 0)], 7, 1, True))
+
+    receiver = receiver_over(fetch, clients_of("127.0.0.1:1"), check)
+    assert texts((await receiver.receive(ANY, ANY)).batches) == ["five", "six"]
+    assert checks == 2
