@@ -1,5 +1,9 @@
-"""Offsets that are committed to Kafka. Under the provider's group: the offset of each queue below which everything is
-finished, which never goes back. Under a group for each subscription: its progress, for Kafka's tools."""
+"""Offsets that are committed to Kafka.
+
+Under the provider's group: the offset of each queue below which everything is finished. A process commits no lower one
+than it has read, but of two processes one may commit a lower one than the other: then batches come once more. Under a
+group for each subscription: its progress, for Kafka's tools.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,8 @@ class KafkaAcknowledgements:
         self._known: dict[int, int] = {}
         """The committed offsets that were read so far."""
         self._unsaved: set[int] = set()
+        self._is_failing = False
+        """Whether the last commit failed: an outage is logged once."""
         self._closing = asyncio.Event()
         self._background = BackgroundTasks()
 
@@ -98,8 +104,14 @@ class KafkaAcknowledgements:
                 places = [TopicPartition(self._topic, queue, offset) for queue, offset in higher.items()]
                 await asyncio.to_thread(self._clients.commit, self._group, places, self._limits.request_s)
         except StorageError as error:
-            log.warning("acknowledged offsets were not committed, and are tried again: %s", error)
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            log.log(level, "acknowledged offsets were not committed, and are tried again: %s", error)
+            self._is_failing = True
             self._unsaved |= queues
+        else:
+            if self._is_failing:
+                log.info("acknowledged offsets of group %r are committed again", self._group)
+            self._is_failing = False
 
     async def aclose(self) -> None:
         """Commit what was noted. A commit that has begun is not interrupted: it could end after a later one."""
@@ -118,12 +130,15 @@ class ProgressGroups:
         self._limits = limits
         self._shown: dict[str, tuple[float, Mapping[int, int]]] = {}
         """By subscription: the positions that were committed last, and the loop time."""
+        self._failing: set[str] = set()
+        """Subscriptions whose last commit failed: an outage is logged once."""
 
     async def show(self, positions: Mapping[str, Mapping[int, int]]) -> None:
         """Commit positions by subscription and queue. A subscription that fails is logged, and tried again."""
         now = asyncio.get_running_loop().time()
         for name in self._shown.keys() - positions.keys():
             del self._shown[name]
+        self._failing &= positions.keys()
         for name, offsets in positions.items():
             shown_at, shown = self._shown.get(name, (now - self._limits.repeat_commit_s, None))
             if (
@@ -137,6 +152,9 @@ class ProgressGroups:
             try:
                 await asyncio.to_thread(self._clients.commit, group, places, self._limits.request_s)
             except StorageError as error:
-                log.warning("the progress of subscription %r is not shown to Kafka: %s", name, error)
+                level = logging.DEBUG if self._failing else logging.WARNING
+                log.log(level, "the progress of subscription %r is not shown to Kafka: %s", name, error)
+                self._failing.add(name)
                 continue
+            self._failing.discard(name)
             self._shown[name] = now, offsets

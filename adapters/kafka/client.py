@@ -14,6 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient
 
 from ...streams.errors import HeadraceError, InvalidArgument, StorageError
+from .client_log import ClientLog
 from .connection_errors import ConnectionErrors
 from .options import KafkaOptions
 from .secrets import ClientSettings, check_names
@@ -28,7 +29,7 @@ FETCH_BYTES = 2 << 20
 Settings = dict[str, Any]
 _T = TypeVar("_T")
 _UNAUTHORIZED = {
-    KafkaError.TOPIC_AUTHORIZATION_FAILED: "Describe, Read and Write on the topic",
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "{needs} on the topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "Read and Describe on the group",
     KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Create on the cluster, or on the topic",
 }
@@ -70,6 +71,7 @@ class KafkaClients:
         self._settings = settings
         self._largest = MAX_RECORD_BYTES
         self._connections = ConnectionErrors()
+        self._log = ClientLog(_client_log, settings.without_secrets)
         self._administrators: list[Any] = []
         check_names(settings.values())
 
@@ -106,7 +108,9 @@ class KafkaClients:
         def committed(error: KafkaError | None, places: Sequence[TopicPartition]) -> None:
             outcome.append(error or next((place.error for place in places if place.error is not None), None))
 
-        consumer = self.consumer(group, {"on_commit": committed})
+        # Closing the consumer waits for the commit, for as long as the session timeout.
+        timeout = {"session.timeout.ms": max(1000, int(timeout_s * 1000))}
+        consumer = self.consumer(group, {"on_commit": committed, **timeout})
         try:
             consumer.commit(offsets=offsets, asynchronous=True)
             deadline = time.monotonic() + timeout_s
@@ -174,7 +178,7 @@ class KafkaClients:
         if kind is not Consumer:
             del settings["allow.auto.create.topics"]
         try:
-            return kind(settings, logger=_client_log)
+            return kind(settings, logger=self._log)
         except KafkaException as error:
             raise InvalidArgument(
                 f"adapter 'kafka': {self._settings.without_secrets(error.args[0].str())}", option="options"
@@ -184,8 +188,12 @@ class KafkaClients:
                 f"adapter 'kafka': {self._settings.without_secrets(str(error))}", option="options"
             ) from None
 
-    def failure(self, doing: str, error: KafkaError | Exception) -> HeadraceError:
+    def failure(
+        self, doing: str, error: KafkaError | Exception, *, needs: str = "Describe, Read and Write"
+    ) -> HeadraceError:
         """Return the error of headrace for an error of the client. The text is one line that begins with `doing`.
+
+        `needs`: the operations on the topic to which the request needs a right.
 
         If the brokers have not answered, it has the reason why connections to them failed.
         """
@@ -198,7 +206,7 @@ class KafkaClients:
             # Not PayloadTooLarge: other records of the call may be stored.
             text = "a record is above max.message.bytes of the topic, which was higher when it was opened: raise it"
         if code in _UNAUTHORIZED:
-            text = f"{text}: give this user the ACL {_UNAUTHORIZED[code]}"
+            text = f"{text}: give this user the ACL {_UNAUTHORIZED[code].format(needs=needs)}"
         if code < 0:  # an error of the client, not an answer of a broker
             self._serve()
             if reason := self._connections.reason():
@@ -206,8 +214,13 @@ class KafkaClients:
         return StorageError(f"{doing}: {text}")
 
 
-async def answer_of(future: Future[_T], clients: KafkaClients, doing: str) -> _T:
-    """Wait for an answer of an administrative client. Raises StorageError. Cancelling does not cancel the request."""
+async def answer_of(
+    future: Future[_T], clients: KafkaClients, doing: str, *, needs: str = "Describe, Read and Write"
+) -> _T:
+    """Wait for an answer of an administrative client. `needs`: see `KafkaClients.failure`.
+
+    Raises StorageError. Cancelling does not cancel the request.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
@@ -226,6 +239,6 @@ async def answer_of(future: Future[_T], clients: KafkaClients, doing: str) -> _T
     try:
         found = future.result()
     except KafkaException as error:
-        raise clients.failure(doing, error) from None
+        raise clients.failure(doing, error, needs=needs) from None
     clients.answered()
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from confluent_kafka import KafkaError
 
+from .client_log import SINCE
+
 _REMEDIES = {
     KafkaError._AUTHENTICATION: "check kafka.sasl.mechanism, kafka.sasl.username and kafka.sasl.password",  # noqa: SLF001
     KafkaError._SSL: "check kafka.ssl.ca.location, kafka.ssl.certificate.location and kafka.ssl.key.location",  # noqa: SLF001
@@ -32,6 +34,6 @@ class ConnectionErrors:
             return ""
         if error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 (its name)
             return _NO_CONNECTION
-        text = " ".join(error.str().split())
+        text = SINCE.sub("", " ".join(error.str().split()))
         remedy = _REMEDIES.get(error.code())
         return f"{text}: {remedy}" if remedy else text

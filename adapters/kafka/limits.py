@@ -12,6 +12,8 @@ class KafkaLimits(NamedTuple):
     """How long a request of an administrative client may take."""
     watch_s: float = 1.0
     """Pause between two checks that the topic is there and is still the same one."""
+    watch_answer_s: float = 5.0
+    """How long the brokers have to answer such a check, at most `request_s`. Then the queues have a fault."""
     pause_s: float = 0.3
     """After a pause of this length in a partition, the topic is checked before the next records are delivered. A reader
     of a topic that was deleted pauses longer, because the client waits after an error."""

@@ -38,9 +38,11 @@ class KafkaTopics:
         self._client = cast(Any, client)
         self._limits = limits
 
-    async def describe(self, topic: str) -> TopicFacts | None:
-        """Return the facts about a topic, or None if there is none of this name."""
-        asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=self._limits.request_s)
+    async def describe(self, topic: str, timeout_s: float | None = None) -> TopicFacts | None:
+        """Return the facts about a topic, or None if there is none of this name. `timeout_s`: how long the brokers have
+        to answer; None: as long as for every request."""
+        timeout_s = timeout_s or self._limits.request_s
+        asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=timeout_s)
         try:
             found = await answer_of(asked[topic], self._clients, f"topic {topic!r} cannot be described")
         except StorageError:
@@ -58,7 +60,7 @@ class KafkaTopics:
         new = NewTopic(topic, partitions, replication or -1, config=dict(settings))
         (made,) = self._client.create_topics([new], request_timeout=self._limits.request_s).values()
         try:
-            await answer_of(made, self._clients, f"topic {topic!r} cannot be created")
+            await answer_of(made, self._clients, f"topic {topic!r} cannot be created", needs="Create")
         except StorageError:
             error = made.exception()
             if not (isinstance(error, KafkaException) and error.args[0].code() == KafkaError.TOPIC_ALREADY_EXISTS):
@@ -85,7 +87,9 @@ class KafkaTopics:
         """Return the settings of a topic."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)  # pyright: ignore[reportUnknownMemberType]
         (asked,) = self._client.describe_configs([resource], request_timeout=self._limits.request_s).values()
-        found = await answer_of(asked, self._clients, f"the settings of topic {topic!r} cannot be read")
+        found = await answer_of(
+            asked, self._clients, f"the settings of topic {topic!r} cannot be read", needs="DescribeConfigs"
+        )
         return {name: entry.value for name, entry in found.items()}
 
     async def set(self, topic: str, name: str, value: str) -> None:
@@ -94,7 +98,7 @@ class KafkaTopics:
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])  # pyright: ignore[reportUnknownMemberType]
         requests = self._client.incremental_alter_configs([resource], request_timeout=self._limits.request_s)
         (asked,) = requests.values()
-        await answer_of(asked, self._clients, f"{name} of topic {topic!r} cannot be set")
+        await answer_of(asked, self._clients, f"{name} of topic {topic!r} cannot be set", needs="AlterConfigs")
 
     async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """Return the retained offsets of partitions. The end is that of committed records."""
@@ -148,7 +152,9 @@ class KafkaTopics:
         """Delete the records below an offset, by partition."""
         places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
         for answer in self._client.delete_records(places, request_timeout=self._limits.request_s).values():
-            await answer_of(answer, self._clients, f"finished records of topic {topic!r} cannot be deleted")
+            await answer_of(
+                answer, self._clients, f"finished records of topic {topic!r} cannot be deleted", needs="Delete"
+            )
 
 
 _OLD_LEADER = (

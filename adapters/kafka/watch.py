@@ -48,13 +48,17 @@ class TopicWatch:
         if self._replaced is not None:  # for ever, also if a broker that is behind still answers with the old id
             raise self._replaced.copy()
         try:
-            facts = await self._topics.describe(self._topic)
+            timeout_s = min(self._limits.request_s, self._limits.watch_answer_s)
+            facts = await self._topics.describe(self._topic, timeout_s)
             fault = self._difference(facts)
             self.is_unusable = fault is not None
         except StorageError as error:
             fault = error
         if str(fault or "") != str(self.fault or ""):
-            log.log(logging.INFO if fault is None else logging.ERROR, "topic %r: %s", self._topic, fault or "recovered")
+            if fault is None:
+                log.warning("the queues in topic %r can be read and written again", self._topic)
+            elif self.fault is None or type(fault) is not type(self.fault) or self.is_unusable:
+                log.error("the queues in topic %r cannot be read and written: %s", self._topic, fault)
             self.fault = fault
             self._changed()
         if fault is not None:
