@@ -18,6 +18,7 @@ class ForwardingAdapter(QueueAdapter):
         self.mapper = inner.mapper
         self.identity = inner.identity
         self.location = inner.location
+        self.other_queues = inner.other_queues
         self.durations = inner.durations
 
     def enqueue(

@@ -116,6 +116,9 @@ class QueueAdapter(ABC):
     location: Mapping[str, Any] = {}
     """The options that say where the queues are, without secrets, as JSON values. The control store keeps them and
     gives them to the next `AdapterContext`."""
+    other_queues: str = ""
+    """How to choose other queues if these belong to another control store, for an error's text. "" if they are in the
+    data directory."""
     durations: Mapping[str, Histogram] = {}
     """How long operations took that the adapter measures, by name, such as `commit`."""
 

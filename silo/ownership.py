@@ -90,8 +90,14 @@ async def _check_unused(
     if await store.value(identity_key(provider)) is not None:
         return
     for queue in range(queues):
-        if (await adapter.bounds(queue)).next:
+        if not (await adapter.bounds(queue)).next:
+            continue
+        if adapter.other_queues:
             raise DataDirectoryError(
-                f"provider {provider!r} has events, but its control store does not know it: the control data was lost: "
-                f"restore it from a backup, or make it anew with {remedy('repair control', data=data)}"
+                f"provider {provider!r}: its queues have events of another data directory or control store, or the "
+                f"control data of this one was lost: {adapter.other_queues}; or restore the control data from a backup"
             )
+        raise DataDirectoryError(
+            f"provider {provider!r} has events, but its control store does not know it: the control data was lost: "
+            f"restore it from a backup, or make it anew with {remedy('repair control', data=data)}"
+        )

@@ -101,6 +101,9 @@ class KafkaAdapter(QueueAdapter):
             self.mapper = PartitionMapper(options.partitioner, context.queues, context.queue_of)
         self.identity = facts.topic_id
         self.location = options.location(topic, facts.topic_id)
+        self.other_queues = (
+            f"choose another topic than {topic!r} with the option topic, or delete it and {topic}.producers"
+        )
         self._watch = TopicWatch(
             topic, facts, topics, limits, self._wake, queues=context.queues, is_shared=options.format == "raw"
         )

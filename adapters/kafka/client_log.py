@@ -22,11 +22,11 @@ class ClientLog:
     """
 
     def __init__(
-        self, log: logging.Logger, without_secrets: Callable[[str], str], *, repeat_s: float = REPEAT_S
+        self, log: logging.Logger, without_secrets: Callable[[str], str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
         self._without_secrets = without_secrets
-        self._repeat_s = repeat_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._logged: dict[tuple[str, str], float] = {}
         """When a line was logged last, by the kind of its event and its broker."""
@@ -50,8 +50,8 @@ class ClientLog:
     def _may_log(self, event: tuple[str, str]) -> int | None:
         """Return the number of lines about it that were left out. None: leave this one out."""
         with self._lock:
-            now = time.monotonic()
-            if now - self._logged.get(event, now - self._repeat_s) < self._repeat_s:
+            now, logged = self._clock(), self._logged.get(event)
+            if logged is not None and now - logged < REPEAT_S:
                 self._left_out[event] = self._left_out.get(event, 0) + 1
                 return None
             self._logged[event] = now

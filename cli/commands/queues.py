@@ -208,11 +208,12 @@ def _count(providers: Sequence[tuple[str, pb.Provider]]) -> int:
 
 
 def _shown(silo: str, queue: pb.Queue) -> dict[str, Any]:
-    """Unknown values are None: the queue has no silo, or the caller may not manage all namespaces."""
+    """Unknown values are None: the queue has no silo, its adapter does not answer, or the caller may not manage all
+    namespaces."""
     told = queue.cache_limit_bytes > 0
     numbers = {
         "read": queue.read_offset,
-        "next": queue.end_offset,
+        "next": queue.end_offset if queue.HasField("lag_batches") else None,
         "lag_batches": queue.lag_batches if queue.HasField("lag_batches") else None,
         "lag_events": queue.lag_events if queue.HasField("lag_events") else None,
         "lag_estimated": queue.lag_estimated,

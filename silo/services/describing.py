@@ -7,7 +7,7 @@ import logging
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...adapters import Backlog
 from ...balancer.membership import Membership
@@ -26,6 +26,9 @@ log = logging.getLogger("headrace.silo")
 
 WATCH_S = 1.0
 """Interval at which a watcher gets changes, in seconds."""
+ANSWER_S = 1.5
+"""Time that an adapter has to answer for one queue, in seconds. Less than `ASK_S`: while the servers of an adapter are
+away, a silo still describes itself in time."""
 ASK_S = 2.0
 """Time that a silo has to describe itself, in seconds. A slower silo is shown as unreachable."""
 
@@ -67,7 +70,9 @@ class ClusterDescriptions:
             name=self.silo_name,
             address=self._silo.grpc_address or "",
             state=self._changes.state,
-            providers=[await _described(provider, counted=counted) for provider in self._silo.providers.values()],
+            providers=await asyncio.gather(
+                *(_described(provider, counted=counted) for provider in self._silo.providers.values())
+            ),
             version=self._version,
         )
 
@@ -112,18 +117,47 @@ async def _ask(clustered_silo: ClusteredSilo, record: SiloRecord, counted: bool)
 
 
 async def _described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
-    """Describe a provider with the queues that this silo reads. With `counted`, read the queues to count the lag."""
+    """Describe a provider with the queues that this silo reads. With `counted`, ask the adapter for their ends and lag.
+
+    Without it, the adapter is not asked: clients look for living silos that way.
+    """
     leases = provider.manager.leases
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
-    lags = await queue_lags(provider, [view.index for view in views]) if counted else {}
-    queues = [await queue_message(provider, view, lags.get(view.index)) for view in views]
+    indexes = [view.index for view in views] if counted else []
+    amounts = await queue_amounts(provider, indexes)
+    queues = [queue_message(provider, view, amounts.get(view.index)) for view in views]
     return pb.Provider(name=provider.name, adapter=provider.adapter_name, queues=queues, queue_count=provider.queues)
 
 
-async def queue_lags(provider: ProviderCore, queues: Sequence[int]) -> dict[int, Backlog]:
-    """Read the queues to count what some subscription has not finished."""
-    unfinished = await _unfinished(provider)
-    return {queue: await _backlog(provider, queue, unfinished.get(queue)) for queue in queues}
+class QueueAmounts(NamedTuple):
+    """What the adapter knows of a queue."""
+
+    end: int = 0
+    lag: Backlog | None = None
+    """The batches that some subscription has not finished. None: not known."""
+    problem: str = ""
+    """The reason why nothing is known."""
+
+
+async def queue_amounts(provider: ProviderCore, queues: Sequence[int]) -> Mapping[int, QueueAmounts]:
+    """Ask the adapter for the ends of queues, and read them to count the lag. If it fails for one queue, or does not
+    answer in time, nothing is known of the others, and it is not asked again."""
+    unfinished = await _unfinished(provider) if queues else {}
+    found: dict[int, QueueAmounts] = {}
+    problem = ""
+    for queue in queues:
+        if not problem:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    end = (await provider.adapter.bounds(queue)).next
+                    found[queue] = QueueAmounts(end, await _backlog(provider, queue, unfinished.get(queue), end))
+                continue
+            except TimeoutError:
+                problem = f"its end is not known: the adapter {provider.adapter_name!r} does not answer"
+            except HeadraceError as error:
+                problem = f"its end is not known: {error}"
+        found[queue] = QueueAmounts(problem=problem)
+    return found
 
 
 async def _unfinished(provider: ProviderCore) -> dict[int, int]:
@@ -139,16 +173,20 @@ async def _unfinished(provider: ProviderCore) -> dict[int, int]:
     return lowest
 
 
-async def queue_message(provider: ProviderCore, view: QueueView, lag: Backlog | None) -> pb.Queue:
-    """`lag`: None if it was not counted."""
+def queue_message(provider: ProviderCore, view: QueueView, amounts: QueueAmounts | None) -> pb.Queue:
+    """Describe a queue. `amounts`: None if they were not counted."""
     stopped = view.index in provider.manager.stopped
     leases = provider.manager.leases
+    state, reason = ("stopped", "") if stopped else (view.state, view.reason)
+    end, lag, problem = amounts or QueueAmounts()
+    if problem and state != "faulted":
+        state, reason = "stopped" if stopped else "faulted", problem
     return pb.Queue(
         index=view.index,
-        state="stopped" if stopped else view.state,
-        reason="" if stopped else view.reason,
+        state=state,
+        reason=reason,
         read_offset=view.next_offset,
-        end_offset=(await provider.adapter.bounds(view.index)).next,
+        end_offset=end,
         cached_events=view.cache_events,
         cached_bytes=view.cache_bytes,
         cache_limit_bytes=view.max_bytes,
@@ -170,11 +208,10 @@ def _counted(lag: Backlog) -> dict[str, Any]:
     }
 
 
-async def _backlog(provider: ProviderCore, queue: int, lowest: int | None) -> Backlog:
+async def _backlog(provider: ProviderCore, queue: int, lowest: int | None, end: int) -> Backlog:
     try:
         return await lag_of(provider.adapter, queue, lowest)
     except HeadraceError:  # a damaged record: the queue's state reports it
-        end = (await provider.adapter.bounds(queue)).next
         return Backlog(0, 0) if lowest is None else Backlog(max(end - lowest, 0))
 
 

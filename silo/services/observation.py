@@ -26,7 +26,7 @@ from ..lag_history import LagHistory
 from ..provider_core import ProviderCore
 from ..views import SubscriptionView
 from .agent_changes import RunningSilo
-from .describing import ASK_S, name_of, queue_lags, queue_message, require_any_permission
+from .describing import ASK_S, name_of, queue_amounts, queue_message, require_any_permission
 from .explaining import explained
 from .lookup import TO_KNOW, TO_MANAGE, provider_of
 from .subscriptions import consumer_messages, is_listed, left_behind
@@ -75,10 +75,10 @@ class ObservationService:
         view = next((view for view in provider.statistics().queues if view.index == queue), None)
         if view is None:
             return pb.DescribeQueueResponse(queue_count=provider.queues)
-        lags = await queue_lags(provider, [queue])
+        amounts = await queue_amounts(provider, [queue])
         return pb.DescribeQueueResponse(
             silo=name_of(self._silo),
-            queue=await queue_message(provider, view, lags[queue]),
+            queue=queue_message(provider, view, amounts[queue]),
             cache_limit_events=view.max_events,
             pressure=view.pressure,
             buckets=[pb.CacheBucket(**bucket._asdict()) for bucket in view.buckets],

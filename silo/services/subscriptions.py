@@ -15,7 +15,7 @@ from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...store.schema import MAX_POSITION
 from ...streams import wire
 from ...streams.background import first_of
-from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
+from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ...streams.identity import StreamId
 from ...streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -247,19 +247,29 @@ def is_listed(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
 async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
     names = await _position_names(provider, definition)
     lowest = lowest_positions([await _positions(provider, name) for name in names])
-    return [
-        pb.QueueProgress(
-            queue=queue,
-            next_offset=at.next_offset,
-            watermark=at.watermark,
-            end_offset=(await provider.ends(queue, [at.watermark]))[at.watermark],
-            streams_behind=len(at.behind),
-            streams_paused=sum(bool(one.paused) for one in at.behind.values()),
-            paused=islice(_paused(at), MAX_PAUSED),
-            fault=await fault_at(provider.adapter, queue, [at]),
+    found: list[pb.QueueProgress] = []
+    unknown = ""
+    for queue, at in lowest.items():
+        end, fault = 0, unknown
+        if not unknown:  # else each queue would wait for the servers of the adapter
+            try:
+                end = (await provider.ends(queue, [at.watermark]))[at.watermark]
+                fault = await fault_at(provider.adapter, queue, [at])
+            except HeadraceError as error:
+                fault = unknown = f"its end is not known: {error}"
+        found.append(
+            pb.QueueProgress(
+                queue=queue,
+                next_offset=at.next_offset,
+                watermark=at.watermark,
+                end_offset=end,
+                streams_behind=len(at.behind),
+                streams_paused=sum(bool(one.paused) for one in at.behind.values()),
+                paused=islice(_paused(at), MAX_PAUSED),
+                fault=fault,
+            )
         )
-        for queue, at in lowest.items()
-    ]
+    return found
 
 
 def _paused(at: Checkpoint) -> Iterator[pb.PausedStream]:

@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from benchmarks.kafka_servers import KafkaServer, java_command
 from headrace import Event, Provider, RetryPolicy, Start
-from headrace.streams.errors import NotSupported
+from headrace.streams.errors import DataDirectoryError, NotSupported
 from tests.adapters.kafka.opening import ForeignProgram, batch, new_topic
 
 
@@ -62,6 +62,14 @@ async def test_events_are_delivered_in_order_and_positions_outlive_the_process(
         replay = await provider.subscribe("again", "orders/*", replayed, start=Start.earliest())
         await replay.caught_up()
         assert len(replayed.found) == 21
+
+
+async def test_topic_of_another_data_directory_is_refused_with_a_way_out(kafka: dict[str, Any], tmp_path: Path) -> None:
+    async with Provider.open(tmp_path / "one", **kafka) as provider:
+        await provider.stream("orders", "1").publish(b"x")
+    with pytest.raises(DataDirectoryError, match=r"of another data directory .* with the option topic, or delete it"):
+        async with Provider.open(tmp_path / "two", **kafka):
+            pass
 
 
 async def test_poison_becomes_a_dead_letter_and_holds_up_no_other_stream(kafka: dict[str, Any], tmp_path: Path) -> None:
