@@ -63,12 +63,12 @@ class KafkaAcknowledgements:
         return max(self._known[queue], self._noted.get(queue, 0))
 
     async def _read(self, queues: Iterable[int]) -> None:
-        places = [TopicPartition(self._topic, queue) for queue in queues]
-        found = await asyncio.to_thread(self._committed, places)
-        for place in found:
-            self._known[place.partition] = max(place.offset, 0)
+        partitions = [TopicPartition(self._topic, queue) for queue in queues]
+        found = await asyncio.to_thread(self._committed, partitions)
+        for each in found:
+            self._known[each.partition] = max(each.offset, 0)
 
-    def _committed(self, places: Sequence[TopicPartition]) -> Sequence[TopicPartition]:
+    def _committed(self, partitions: Sequence[TopicPartition]) -> Sequence[TopicPartition]:
         """Return the offsets that the group has committed. An administrative client would crash the process while the
         coordinator of the group loads (librdkafka 2.16)."""
         consumer = self._clients.consumer(self._group)
@@ -76,7 +76,7 @@ class KafkaAcknowledgements:
         try:
             while True:
                 try:
-                    return consumer.committed(places, self._limits.request_s)
+                    return consumer.committed(partitions, self._limits.request_s)
                 except KafkaException as error:
                     if error.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
                         raise self._clients.failure(
@@ -101,8 +101,8 @@ class KafkaAcknowledgements:
             await self._read(queues)
             higher = {queue: self._noted[queue] for queue in queues if self._noted[queue] > self._known[queue]}
             if higher:
-                places = [TopicPartition(self._topic, queue, offset) for queue, offset in higher.items()]
-                await asyncio.to_thread(self._clients.commit, self._group, places, self._limits.request_s)
+                partitions = [TopicPartition(self._topic, queue, offset) for queue, offset in higher.items()]
+                await asyncio.to_thread(self._clients.commit, self._group, partitions, self._limits.request_s)
         except StorageError as error:
             level = logging.DEBUG if self._is_failing else logging.WARNING
             log.log(level, "acknowledged offsets were not committed, and are tried again: %s", error)
@@ -148,9 +148,9 @@ class ProgressGroups:
             ):
                 continue
             group = f"headrace.{self._provider}.{name}"
-            places = [TopicPartition(self._topic, queue, offset) for queue, offset in offsets.items()]
+            partitions = [TopicPartition(self._topic, queue, offset) for queue, offset in offsets.items()]
             try:
-                await asyncio.to_thread(self._clients.commit, group, places, self._limits.request_s)
+                await asyncio.to_thread(self._clients.commit, group, partitions, self._limits.request_s)
             except StorageError as error:
                 level = logging.DEBUG if self._failing else logging.WARNING
                 log.log(level, "the progress of subscription %r is not shown to Kafka: %s", name, error)

@@ -23,12 +23,12 @@ from .acknowledgements import KafkaAcknowledgements, ProgressGroups
 from .client import KafkaClients
 from .fetching import FetchedGroup, PartitionFetcher
 from .formats import PackedFormat, RecordFormat
-from .ledger import call_place
+from .idempotent_calls import IdempotentCalls
+from .ledger import partition_tag
 from .ledgers import KafkaLedgers
 from .limits import KAFKA_LIMITS, KafkaLimits
 from .options import KafkaOptions, with_location
 from .partitioners import PartitionMapper
-from .producers import KafkaProducers
 from .publisher import OutgoingRecord, RecordPublisher
 from .raw import RawFormat
 from .reading import read_range
@@ -107,10 +107,10 @@ class KafkaAdapter(QueueAdapter):
         self._watch = TopicWatch(
             topic, facts, topics, limits, self._wake, queues=context.queues, is_shared=options.format == "raw"
         )
-        places = [call_place(facts.topic_id, queue) for queue in range(context.queues)]
-        self._ledgers = KafkaLedgers(topic, places, clients, topics, limits)
+        tags = [partition_tag(facts.topic_id, queue) for queue in range(context.queues)]
+        self._ledgers = KafkaLedgers(topic, tags, clients, topics, limits)
         self._publisher: RecordPublisher | None = None
-        self._producers = KafkaProducers(self._ledgers, self._send)
+        self._idempotent_calls = IdempotentCalls(self._ledgers, self._send)
         self._acknowledgements = KafkaAcknowledgements(f"headrace.{context.provider}", topic, clients, limits)
         self._progress = ProgressGroups(context.provider, topic, clients, limits)
         self._format: RecordFormat = PackedFormat(0)
@@ -144,7 +144,8 @@ class KafkaAdapter(QueueAdapter):
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """See QueueAdapter. A call with a `sequence` that fails may be stored in part; sent again, it is completed.
+        """See QueueAdapter. If a call with a `sequence` fails, a part of it may be stored: send it again to complete
+        it.
 
         Raises StorageError after `publish_timeout_s`: then the events may be stored.
         """
@@ -155,7 +156,7 @@ class KafkaAdapter(QueueAdapter):
         if sequence is None:
             return _receipts(self._send(records), placed)
         # A call that has begun is completed, even if the caller is cancelled.
-        storing = self._producers.once(sequence, records)
+        storing = self._idempotent_calls.store_once(sequence, records)
         answer = asyncio.shield(self._calls.hold(storing, f"headrace publish of {sequence.producer}"))
         return answer if len(records) == len(placed) else _of_batches(answer, placed)
 
@@ -166,7 +167,7 @@ class KafkaAdapter(QueueAdapter):
 
     async def last_sequence(self, producer: str) -> int:
         self._check_open()
-        return await self._producers.last(producer)
+        return await self._idempotent_calls.last(producer)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -192,15 +193,15 @@ class KafkaAdapter(QueueAdapter):
 
         def fetch(position: int, deliver: Callable[[FetchedGroup], None]) -> PartitionFetcher:
             limits = self._limits
-            place = TopicPartition(self._topic, queue, position)
+            partition = TopicPartition(self._topic, queue, position)
             if (epoch := self._ledgers.epoch_before(queue, position)) is not None:  # lets the client see truncation
-                place = TopicPartition(self._topic, queue, position, leader_epoch=epoch)
+                partition = TopicPartition(self._topic, queue, position, leader_epoch=epoch)
             return PartitionFetcher(
                 self._clients,
-                place,
+                partition,
                 self._format,
                 deliver,
-                call_place=self._ledgers.places[queue],
+                partition_tag=self._ledgers.partition_tags[queue],
                 waiting_bytes=limits.waiting_bytes,
                 pause_s=limits.pause_s,
             )
@@ -220,7 +221,7 @@ class KafkaAdapter(QueueAdapter):
         found = [(record.offset, record.part, record.time_ms) for record in group.records]
         deliver = self._ledgers.observe(queue, found)
         self._ledgers.note_epochs(queue, group.epochs)
-        self._ledgers.passed(queue, group.end, len(found), group.nbytes)
+        self._ledgers.note_read(queue, group.end, len(found), group.nbytes)
         batches = [record.batch for record in group.records if not isinstance(record.batch, str)]
         self._events_read += sum(batch.count for batch in batches)
         self._batches_read += len(batches)

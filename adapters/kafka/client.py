@@ -105,8 +105,8 @@ class KafkaClients:
         doing = f"group {group!r} cannot commit"
         outcome: list[KafkaError | None] = []
 
-        def committed(error: KafkaError | None, places: Sequence[TopicPartition]) -> None:
-            outcome.append(error or next((place.error for place in places if place.error is not None), None))
+        def committed(error: KafkaError | None, partitions: Sequence[TopicPartition]) -> None:
+            outcome.append(error or next((each.error for each in partitions if each.error is not None), None))
 
         # Closing the consumer waits for the commit, for as long as the session timeout.
         timeout = {"session.timeout.ms": max(1000, int(timeout_s * 1000))}

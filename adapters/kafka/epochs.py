@@ -20,8 +20,8 @@ class EpochRange(NamedTuple):
 
 
 class ReadEpochs:
-    """The epochs of one queue that were read. Only what was read counts: a position that a user has chosen is not
-    known to be in an epoch."""
+    """The epochs of one queue that were read. Only offsets that were read are in a range: the epoch of a position
+    that a user chose is not known."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, EpochRange] = {}

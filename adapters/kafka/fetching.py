@@ -38,10 +38,10 @@ class FetchedGroup(NamedTuple):
 
     records: Sequence[FetchedRecord]
     end: int
-    """Every record below this offset was handed over."""
+    """Every record below this offset was delivered, in this group or an earlier one."""
     nbytes: int
     paused: bool
-    """Whether the partition was silent before."""
+    """Whether no record had come for `pause_s` before this group."""
     error: KafkaError | Exception | None = None
     """The error that ended the fetching."""
     epochs: Sequence[EpochRange] = ()
@@ -51,41 +51,41 @@ class FetchedGroup(NamedTuple):
 class PartitionFetcher:
     """Fetches one partition from an offset on, until `stop` is called or an error ends it.
 
-    It stops fetching while more than `waiting_bytes` were handed over and not taken.
+    It stops fetching while more than `waiting_bytes` were delivered and not consumed.
     """
 
     def __init__(
         self,
         clients: KafkaClients,
-        place: TopicPartition,
+        start: TopicPartition,
         record_format: RecordFormat,
         deliver: Callable[[FetchedGroup], None],
         *,
-        call_place: bytes,
+        partition_tag: bytes,
         waiting_bytes: int,
         pause_s: float,
     ) -> None:
-        """`deliver` is called on the event loop that makes the fetcher. `call_place`: see `call_part`."""
-        self._call_place = call_place
+        """`deliver` is called on the event loop that makes the fetcher. `partition_tag`: see the ledger."""
+        self._partition_tag = partition_tag
         self._clients = clients
-        self._place = place
+        self._start = start
         self._format = record_format
         self._deliver = deliver
         self._waiting_bytes = waiting_bytes
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
-        self._handed = 0
-        self._taken = 0
+        self._delivered_bytes = 0
+        self._consumed_bytes = 0
         self._resume = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(
-            target=self._run, name=f"headrace kafka partition {place.partition}", daemon=True
+            target=self._run, name=f"headrace kafka partition {start.partition}", daemon=True
         )
         self._thread.start()
 
     def taken(self, nbytes: int) -> None:
-        """The receiver took this many of the bytes that were handed over."""
-        self._taken += nbytes
+        """Note that the receiver has consumed this many of the bytes that were delivered."""
+        self._consumed_bytes += nbytes
         self._resume.set()
 
     def stop(self) -> None:
@@ -103,20 +103,20 @@ class PartitionFetcher:
         try:
             consumer = self._clients.consumer()
             try:
-                consumer.assign([self._place])
+                consumer.assign([self._start])
                 self._fetch(consumer)
             finally:
                 consumer.close()
         except KafkaException as error:
-            self._hand_over(FetchedGroup((), self._place.offset, 0, False, error.args[0]))
+            self._hand_over(FetchedGroup((), self._start.offset, 0, False, error.args[0]))
         except Exception as error:
-            log.exception("fetching partition %d failed with an unexpected error", self._place.partition)
-            self._hand_over(FetchedGroup((), self._place.offset, 0, False, error))
+            log.exception("fetching partition %d failed with an unexpected error", self._start.partition)
+            self._hand_over(FetchedGroup((), self._start.offset, 0, False, error))
 
     def _fetch(self, consumer: PartitionConsumer) -> None:
-        end, last, accepted = self._place.offset, time.monotonic(), False
+        end, last, has_answered = self._start.offset, time.monotonic(), False
         while not self._stopped:
-            if self._handed - self._taken > self._waiting_bytes:
+            if self._delivered_bytes - self._consumed_bytes > self._waiting_bytes:
                 self._resume.wait(POLL_S)
                 self._resume.clear()
                 last = time.monotonic()
@@ -127,10 +127,12 @@ class PartitionFetcher:
             now = time.monotonic()
             group = self._decoded((first, *consumer.consume(GROUP_RECORDS, 0)), end, now - last > self._pause_s)
             last = now
-            if group.end > end or group.error is not None or not accepted:
-                accepted = True  # the brokers have answered: the receiver hears of it also at the end of the partition
+            if group.end > end or group.error is not None or not has_answered:
+                # Deliver the first answer even if it has no records: it tells the receiver that the offset was
+                # accepted.
+                has_answered = True
                 end = group.end
-                self._handed += group.nbytes
+                self._delivered_bytes += group.nbytes
                 self._hand_over(group)
             if group.error is not None:
                 return
@@ -139,12 +141,12 @@ class PartitionFetcher:
         records: list[FetchedRecord] = []
         epochs: list[EpochRange] = []
         nbytes, known, low, high = 0, None, end, end
-        decode, place = self._format.batch, self._call_place
+        decode, tag = self._format.batch, self._partition_tag
         for record in found:
             error = record.error()
             if error is None:
                 offset, headers = record.offset(), record.headers()
-                part = call_part(headers, place) if headers else None
+                part = call_part(headers, tag) if headers else None
                 records.append(FetchedRecord(offset, decode(record, headers), part, record.timestamp()[1]))
                 if (epoch := record.leader_epoch()) != known:
                     _add_epoch(epochs, known, low, high)

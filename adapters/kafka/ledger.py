@@ -1,12 +1,14 @@
 """The ledger of idempotent producers, kept by the log itself. Pure.
 
-Each record of an idempotent call has a header: its place, producer, number of the call, number of the call before,
-index of the batch in the call, and number of batches of the call. The place is the partition for which the record was
-written: a copy elsewhere, such as in a retry topic or a mirror, is a record of no call.
+A producer here is a caller of `publish_many(sequence=…)`, not a client of Kafka.
+
+Each record of an idempotent call has a header: the tag of its partition, producer, number of the call, number of the
+call before, index of the batch in the call, and number of batches of the call. The tag identifies the partition for
+which the record was written. A record that was copied to another topic has another tag, so it belongs to no call.
 
 A `QueueLedger` is made from the headers of one queue, in order. So all processes that read the same records decide in
-the same way which of them are duplicates. Only a late write stores a duplicate: its publisher had given up, and another
-publisher had sent the call again.
+the same way which of them are duplicates. A duplicate is stored only if a publisher gave up on a call, another one sent
+it again, and the first write still arrived.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from ...streams.publishing import ProducerSequence
 
 CALL = "headrace.call"
 """Name of the header."""
-PLACE_BYTES = 8
-_FIXED = struct.Struct(f"<B{PLACE_BYTES}sQQII")
+TAG_BYTES = 8
+_FIXED = struct.Struct(f"<B{TAG_BYTES}sQQII")
 _VERSION = 2
 
 
-def call_place(topic_id: str, partition: int) -> bytes:
-    """Return the place of a partition, as headers have it. A topic that is created again has another id."""
-    return hashlib.blake2b(f"{topic_id}/{partition}".encode(), digest_size=PLACE_BYTES).digest()
+def partition_tag(topic_id: str, partition: int) -> bytes:
+    """Return the tag of a partition, as headers have it. A topic that is created again has another id."""
+    return hashlib.blake2b(f"{topic_id}/{partition}".encode(), digest_size=TAG_BYTES).digest()
 
 
 class CallPart(msgspec.Struct, frozen=True, array_like=True):
@@ -42,17 +44,17 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
     index: int
     count: int
 
-    def encode(self, place: bytes) -> bytes:
-        fixed = _FIXED.pack(_VERSION, place, self.number, self.previous, self.index, self.count)
+    def encode(self, tag: bytes) -> bytes:
+        fixed = _FIXED.pack(_VERSION, tag, self.number, self.previous, self.index, self.count)
         return fixed + self.producer.encode()
 
     @classmethod
-    def decode(cls, header: bytes, place: bytes) -> CallPart | None:
-        """Return None if the header is not one that this version writes for this place."""
+    def decode(cls, header: bytes, tag: bytes) -> CallPart | None:
+        """Return None if the header is not one that this version writes for this partition."""
         if len(header) <= _FIXED.size or header[0] != _VERSION:
             return None
         _, written_for, number, previous, index, count = _FIXED.unpack_from(header)
-        if written_for != place:
+        if written_for != tag:
             return None
         try:
             return cls(header[_FIXED.size :].decode(), number, previous, index, count)
@@ -60,11 +62,11 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
             return None
 
 
-def call_part(headers: Iterable[tuple[str, bytes | None]] | None, place: bytes) -> CallPart | None:
-    """Return the part of a call that is in a record with these headers at a place. None: it belongs to no call."""
+def call_part(headers: Iterable[tuple[str, bytes | None]] | None, tag: bytes) -> CallPart | None:
+    """Return the part of a call that is in a record with these headers. None if the record belongs to no call."""
     for name, value in headers or ():
         if name == CALL and value is not None:
-            return CallPart.decode(value, place)
+            return CallPart.decode(value, tag)
     return None
 
 
@@ -125,8 +127,7 @@ class QueueLedger:
         return at < len(self._duplicates) and self._duplicates[at] == offset
 
     def advance(self, position: int) -> None:
-        """There are no records between this ledger's position and this one, only transaction markers or deleted
-        records."""
+        """Move the position over offsets that have no records, only transaction markers or deleted records."""
         self.position = max(self.position, position)
 
     def stored(self, producer: str) -> StoredCall | None:

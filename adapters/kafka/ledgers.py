@@ -53,7 +53,7 @@ def ledger_settings() -> Mapping[str, str]:
     }
 
 
-class _Unsaved:
+class _UnsavedCounts:
     """The records and bytes of a queue that were observed since its last snapshot."""
 
     def __init__(self) -> None:
@@ -65,24 +65,29 @@ class KafkaLedgers:
     """The ledgers of a topic's queues. Belongs to one event loop."""
 
     def __init__(
-        self, topic: str, places: Sequence[bytes], clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits
+        self,
+        topic: str,
+        partition_tags: Sequence[bytes],
+        clients: KafkaClients,
+        topics: KafkaTopics,
+        limits: KafkaLimits,
     ) -> None:
-        """`places`: those of the queues, as headers of calls have them."""
-        queues = len(places)
-        self.places = places
+        """`partition_tags`: those of the queues, see `partition_tag`."""
+        queues = len(partition_tags)
+        self.partition_tags = partition_tags
         self._topic = topic
         self._clients = clients
         self._topics = topics
         self._limits = limits
         self._queues = [QueueLedger() for _ in range(queues)]
-        self._unsaved = [_Unsaved() for _ in range(queues)]
+        self._unsaved_counts = [_UnsavedCounts() for _ in range(queues)]
         self._stored_bytes = [0] * queues
         """Bytes of the last snapshot of each queue."""
         self._epochs = [ReadEpochs() for _ in range(queues)]
         self._locks = [asyncio.Lock() for _ in range(queues)]
-        self._begins: dict[int, int] = {}
+        self._first_offsets: dict[int, int] = {}
         """The offset at which headrace began to publish, by queue, if there were records of other programs before."""
-        self._empty: dict[str, StoredCall] = {}
+        self._empty_calls: dict[str, StoredCall] = {}
         """Last calls without batches, by producer."""
         self._rows_read = 0
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="headrace-kafka-read")
@@ -98,17 +103,17 @@ class KafkaLedgers:
     async def open(self, bounds: Mapping[int, Bounds], *, from_end: bool) -> None:
         """Read the snapshots. A queue without one begins at its end if `from_end`, else at its beginning.
 
-        The end is stored. If several processes open the topic for the first time, all take the lowest of their ends,
-        because each reads the rows once more after it has stored its own.
+        The end is stored. If several processes open the topic for the first time, the lowest of their ends counts: each
+        process stores its end, then reads all of them.
         """
         await self._read_rows()
-        unknown = [queue for queue in bounds if from_end and queue not in self._begins]
+        unknown = [queue for queue in bounds if from_end and queue not in self._first_offsets]
         if unknown:
             rows = [(_BEGIN + str(queue).encode(), str(bounds[queue].next).encode()) for queue in unknown]
-            await self._rows().send([OutgoingRecord(0, key, value) for key, value in rows])
+            await self._row_publisher().send([OutgoingRecord(0, key, value) for key, value in rows])
             await self._read_rows()
         for queue, (first, _) in bounds.items():
-            self._queues[queue].advance(max(first, self._begins.get(queue, 0)))
+            self._queues[queue].advance(max(first, self._first_offsets.get(queue, 0)))
 
     async def _read_rows(self) -> None:
         topic = ledger_topic(self._topic)
@@ -139,11 +144,11 @@ class KafkaLedgers:
                     self._epochs[queue].adopt(EpochRange(epoch, *map(int, value.split())))
             elif key.startswith(_BEGIN):
                 queue = int(key.removeprefix(_BEGIN))
-                self._begins[queue] = min(int(value), self._begins.get(queue, int(value)))
+                self._first_offsets[queue] = min(int(value), self._first_offsets.get(queue, int(value)))
             elif key.startswith(_PRODUCER):
                 call = msgspec.msgpack.decode(value, type=StoredCall)
                 call.time_ms = record.timestamp()[1]
-                self._empty[key.removeprefix(_PRODUCER).decode()] = call
+                self._empty_calls[key.removeprefix(_PRODUCER).decode()] = call
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("topic %r has a row that cannot be read (%s): it is left out", ledger_topic(self._topic), error)
 
@@ -182,7 +187,7 @@ class KafkaLedgers:
                 parts = [
                     (record.offset(), part, record.timestamp()[1])
                     for record in group
-                    if (part := call_part(record.headers(), self.places[queue])) is not None
+                    if (part := call_part(record.headers(), self.partition_tags[queue])) is not None
                 ]
                 return parts, group[-1].offset() + 1, len(group), sum(len(each.value() or b"") for each in group)
 
@@ -195,12 +200,12 @@ class KafkaLedgers:
             ledger.advance(end)
 
     def observe(self, queue: int, records: Iterable[tuple[int, CallPart | None, int]]) -> list[bool]:
-        """Note records that a receiver has read: offset, part of a call, and time. The ledger must have reached the
-        first of them. Return for each whether it is to be delivered."""
+        """Note records that a receiver has read: offset, part of a call, and time. The ledger's position
+        must not be below the first record. Return for each whether it is to be delivered."""
         ledger = self._queues[queue]
         return [ledger.observe(offset, part, time_ms) for offset, part, time_ms in records]
 
-    def passed(self, queue: int, position: int, records: int, nbytes: int) -> None:
+    def note_read(self, queue: int, position: int, records: int, nbytes: int) -> None:
         """A receiver has read the queue up to `position`."""
         self._queues[queue].advance(position)
         self._count(queue, records, nbytes)
@@ -238,7 +243,7 @@ class KafkaLedgers:
             return
         stored = False
         try:
-            await self._rows().send(rows)
+            await self._row_publisher().send(rows)
             stored = True
         except HeadraceError as error:
             log.info("the leader epochs of topic %r were not stored, trying again: %s", self._topic, error)
@@ -253,7 +258,7 @@ class KafkaLedgers:
         """Return the stored parts of a producer's last call, after reading the log to its end. Raises StorageError."""
         await self.scan()
         calls = [call for ledger in self._queues if (call := ledger.stored(producer)) is not None]
-        if (empty := self._empty.get(producer)) is not None:
+        if (empty := self._empty_calls.get(producer)) is not None:
             calls.append(empty)
         return producer_state(calls)
 
@@ -261,10 +266,10 @@ class KafkaLedgers:
         """Store a call that has no batches."""
         call = StoredCall(sequence.number, sequence.previous, 0, {}, int(time.time() * 1000))
         value = msgspec.msgpack.encode(call)
-        await self._rows().send([OutgoingRecord(0, _PRODUCER + sequence.producer.encode(), value)])
-        self._empty[sequence.producer] = call
+        await self._row_publisher().send([OutgoingRecord(0, _PRODUCER + sequence.producer.encode(), value)])
+        self._empty_calls[sequence.producer] = call
 
-    def _rows(self) -> RecordPublisher:
+    def _row_publisher(self) -> RecordPublisher:
         if self._publisher is None:
             self._publisher = RecordPublisher(ledger_topic(self._topic), self._clients, self._limits)
         return self._publisher
@@ -272,7 +277,7 @@ class KafkaLedgers:
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def _count(self, queue: int, records: int, nbytes: int) -> None:
-        unsaved = self._unsaved[queue]
+        unsaved = self._unsaved_counts[queue]
         unsaved.records += records
         unsaved.nbytes += nbytes
         # A large snapshot is stored less often.
@@ -280,7 +285,7 @@ class KafkaLedgers:
         enough_records = max(self._limits.snapshot_records, stored_bytes // SNAPSHOT_BYTES_PER_RECORD)
         enough_bytes = max(self._limits.snapshot_bytes, SNAPSHOT_SHARE * stored_bytes)
         if unsaved.records >= enough_records or unsaved.nbytes >= enough_bytes:
-            self._unsaved[queue] = _Unsaved()
+            self._unsaved_counts[queue] = _UnsavedCounts()
             self._background.start(self._save(queue), f"headrace kafka ledger {queue}")
 
     async def _save(self, queue: int) -> None:
@@ -292,10 +297,10 @@ class KafkaLedgers:
             encoded = self._snapshot(queue, oldest_ms, first)
             self._stored_bytes[queue] = len(encoded)
             rows = [OutgoingRecord(0, _QUEUE + str(queue).encode(), encoded)]
-            for producer in [name for name, call in self._empty.items() if call.time_ms < oldest_ms]:
-                del self._empty[producer]
+            for producer in [name for name, call in self._empty_calls.items() if call.time_ms < oldest_ms]:
+                del self._empty_calls[producer]
                 rows.append(OutgoingRecord(0, _PRODUCER + producer.encode(), None))
-            await self._rows().send(rows)
+            await self._row_publisher().send(rows)
         except HeadraceError as error:
             log.info("the ledger of queue %d of topic %r was not stored: %s", queue, self._topic, error)
 

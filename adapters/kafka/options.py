@@ -87,6 +87,10 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return {"format": self.format, "partitioner": self.partitioner, "namespace": self.namespace or topic}
 
 
+_FIXED_OPTIONS = ("topic", "format", "partitioner", "namespace")
+"""Options that decide what the offsets and streams of the queues mean."""
+
+
 def _secret(name: str) -> bool:
     return masked({name: "x"})[name] != "x"
 
@@ -94,14 +98,14 @@ def _secret(name: str) -> bool:
 def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the options given, completed by the stored location, and the id of the topic, "" if it is not known.
 
-    An option that is given counts, also if another value is stored: brokers may move, and settings of the client in
-    `kafka` are replaced as a whole. Raises InvalidArgument for another topic, or for a raw topic that is
+    Given options win, except those in `_FIXED_OPTIONS`, which must be equal: brokers may move, for example. Settings of
+    the client in `kafka` are replaced as a whole. Raises InvalidArgument for another topic, or for a raw topic that is
     read in another way.
     """
     stored = dict(stored)
     topic_id = stored.pop("topic_id", "")
     fixed = {"format": "packed", **stored} if stored else {}
-    for name in ("topic", "format", "partitioner", "namespace"):
+    for name in _FIXED_OPTIONS:
         if name in fixed and given.get(name, fixed[name]) != fixed[name]:
             raise InvalidArgument(
                 f"provider {provider!r} has its queues in {name} = {fixed[name]!r}, not {given[name]!r}: open it "

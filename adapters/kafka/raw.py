@@ -113,16 +113,16 @@ class RawFormat:
         return EventBatch(stream, encoded, 1, record.offset())
 
     def _stream(self, record: KafkaRecord) -> StreamId:
-        place = record.key(), record.partition()
-        stream = self._streams.get(place)
+        key_and_partition = record.key(), record.partition()
+        stream = self._streams.get(key_and_partition)
         if stream is None:
             if len(self._streams) >= KNOWN_KEYS:
                 self._streams.clear()
-            stream = self._streams[place] = StreamId(self._namespace, stream_key(*place))
-            self._check_place(stream, place[1], record.offset())
+            stream = self._streams[key_and_partition] = StreamId(self._namespace, stream_key(*key_and_partition))
+            self._check_partition(stream, key_and_partition[1], record.offset())
         return stream
 
-    def _check_place(self, stream: StreamId, partition: int, offset: int) -> None:
+    def _check_partition(self, stream: StreamId, partition: int, offset: int) -> None:
         """Report a record in another partition than the partitioner's: subscriptions to its stream alone miss it."""
         if self._misplaced or partition in self._mapper.queues_with(stream):
             return

@@ -18,7 +18,7 @@ from .fetching import FetchedGroup, PartitionFetcher
 
 log = logging.getLogger("headrace.adapters.kafka")
 
-_LOST = (
+_POSITION_ERRORS = (
     KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 (its name)
     KafkaError._LOG_TRUNCATION,  # noqa: SLF001 (its name)
     KafkaError.OFFSET_OUT_OF_RANGE,
@@ -66,8 +66,8 @@ class KafkaReceiver(QueueReceiver):
         self._unchecked = False
         """Whether the topic must be checked before more is delivered."""
         self._error: KafkaError | Exception | None = None
-        self._refused_at: int | None = None
-        """The position that the client refused last, although the partition has it. None: it was accepted since."""
+        self._rejected_position: int | None = None
+        """The position that the client rejected last, although the partition has it. None: it was accepted since."""
         self._changed = asyncio.Event()
         self._closed = False
         self._fetcher: PartitionFetcher | None = None
@@ -85,7 +85,7 @@ class KafkaReceiver(QueueReceiver):
                     continue
                 return self._next(max_events, max_bytes)
             if self._error is not None:
-                if (gap := await self._after(self._error)) is not None:
+                if (gap := await self._recover_from(self._error)) is not None:
                     return gap
             elif self._fetcher is None:
                 self._fetcher = self._queue.fetch(self._position, self._arrived)
@@ -146,23 +146,23 @@ class KafkaReceiver(QueueReceiver):
             self._fetcher.taken(group.nbytes - waiting)
         self._error = group.error
         if group.error is None:
-            self._refused_at = None
+            self._rejected_position = None
         self._changed.set()
 
-    async def _after(self, error: KafkaError | Exception) -> Received | None:
-        """Go on after the fetcher has ended with an error: return a gap, or fetch again. Raises StorageError."""
+    async def _recover_from(self, error: KafkaError | Exception) -> Received | None:
+        """Recover from an error that has ended the fetcher: return a gap, or fetch again. Raises StorageError."""
         await self._end_fetcher()
         failure = self._queue.failure(f"queue {self._queue.number} cannot be read from offset {self._position}", error)
-        if not isinstance(error, KafkaError) or error.code() not in _LOST:
+        if not isinstance(error, KafkaError) or error.code() not in _POSITION_ERRORS:
             self._error = None
             raise failure
         await self._queue.check()
         first, end = await self._queue.bounds()
-        if first <= self._position <= end and self._refused_at == self._position:
+        if first <= self._position <= end and self._rejected_position == self._position:
             # The offset is there, and the client refuses it again: its record is not the one that was read.
             raise StorageError(
-                f"queue {self._queue.number} has lost offsets below {self._position}, which had been read, and has new "
-                f"ones there: the brokers truncated it ({error.str()}): seek its subscriptions back"
+                f"queue {self._queue.number}: the brokers truncated it below offset {self._position} and stored other "
+                f"events there ({error.str()}): seek its subscriptions to an earlier position"
             )
         if self._position > end:
             raise StorageError(
@@ -172,7 +172,7 @@ class KafkaReceiver(QueueReceiver):
             )
         self._error = None
         if self._position >= first:
-            self._refused_at = self._position
+            self._rejected_position = self._position
             self._fetcher = self._queue.fetch(self._position, self._arrived)
             return None
         gap = Gap(self._position, first, RETENTION)

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
-from confluent_kafka import TopicPartition as Place
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._listoffsets import OffsetSpec
@@ -102,10 +101,10 @@ class KafkaTopics:
 
     async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """Return the retained offsets of partitions. The end is that of committed records."""
-        places = [Place(topic, partition) for partition in partitions]
+        asked_partitions = [TopicPartition(topic, partition) for partition in partitions]
         first, following = await asyncio.gather(
-            self._offsets(dict.fromkeys(places, OffsetSpec.earliest())),
-            self._offsets(dict.fromkeys(places, OffsetSpec.latest())),
+            self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.earliest())),
+            self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.latest())),
         )
         if any(offset < 0 for offset in (*first.values(), *following.values())):
             raise StorageError(f"the offsets of topic {topic!r} cannot be read: the brokers do not know them yet")
@@ -113,10 +112,10 @@ class KafkaTopics:
 
     async def offset_at(self, topic: str, partition: int, time_ms: int) -> int | None:
         """Return the offset of the first record with this time or a later one, None if there is none."""
-        found = await self._offsets({Place(topic, partition): OffsetSpec.for_timestamp(time_ms)})
+        found = await self._offsets({TopicPartition(topic, partition): OffsetSpec.for_timestamp(time_ms)})
         return found[partition] if found[partition] >= 0 else None
 
-    async def _offsets(self, asked: Mapping[Place, OffsetSpec | None]) -> Mapping[int, int]:
+    async def _offsets(self, asked: Mapping[TopicPartition, OffsetSpec | None]) -> Mapping[int, int]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.request_s
         while True:
@@ -124,17 +123,17 @@ class KafkaTopics:
                 asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s
             )
             try:
-                return {place.partition: await self._offset(place, answer) for place, answer in answers.items()}
+                return {each.partition: await self._offset(each, answer) for each, answer in answers.items()}
             except StorageError:
-                topics = {place.topic for place, answer in answers.items() if _knows_old_leader(answer)}
+                topics = {each.topic for each, answer in answers.items() if _knows_old_leader(answer)}
                 if not topics or loop.time() > deadline:
                     raise
             for topic in topics:
                 await self._refresh(topic)
             await asyncio.sleep(0.05)
 
-    async def _offset(self, place: Place, answer: Any) -> int:
-        doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
+    async def _offset(self, partition: TopicPartition, answer: Any) -> int:
+        doing = f"the offsets of partition {partition.partition} of topic {partition.topic!r} cannot be read"
         offset = (await answer_of(answer, self._clients, doing)).offset
         if offset < _NONE:  # the client's answer, without an error, if the brokers do not answer
             raise StorageError(f"{doing}: the brokers do not answer")
@@ -150,8 +149,8 @@ class KafkaTopics:
 
     async def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:
         """Delete the records below an offset, by partition."""
-        places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
-        for answer in self._client.delete_records(places, request_timeout=self._limits.request_s).values():
+        asked_partitions = [TopicPartition(topic, partition, offset) for partition, offset in offsets.items()]
+        for answer in self._client.delete_records(asked_partitions, request_timeout=self._limits.request_s).values():
             await answer_of(
                 answer, self._clients, f"finished records of topic {topic!r} cannot be deleted", needs="Delete"
             )

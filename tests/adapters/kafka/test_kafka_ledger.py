@@ -13,7 +13,7 @@ from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import ProducerSequence
 from headrace.adapters.kafka import KafkaAdapter
 from headrace.adapters.kafka.client import KafkaClients
-from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, call_place, producer_state
+from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, partition_tag, producer_state
 from headrace.adapters.kafka.ledgers import ledger_topic
 from headrace.adapters.kafka.limits import KAFKA_LIMITS
 from headrace.adapters.kafka.options import KafkaOptions
@@ -29,7 +29,7 @@ def address(kafka_server: KafkaServer) -> str:
     return kafka_server.address
 
 
-HERE = call_place("id", 0)
+HERE = partition_tag("id", 0)
 
 
 def part(number: int, index: int = 0, count: int = 1, producer: str = "p") -> CallPart:
@@ -49,9 +49,9 @@ def test_header_of_another_version_belongs_to_no_call(header: bytes) -> None:
     assert call_part([(CALL, header)], HERE) is None
 
 
-@pytest.mark.parametrize("place", [("id", 1), ("other", 0)])
-def test_header_that_was_written_for_another_partition_or_topic_belongs_to_no_call(place: tuple[str, int]) -> None:
-    assert call_part([(CALL, part(1).encode(HERE))], call_place(*place)) is None
+@pytest.mark.parametrize("partition", [("id", 1), ("other", 0)])
+def test_header_that_was_written_for_another_partition_or_topic_belongs_to_no_call(partition: tuple[str, int]) -> None:
+    assert call_part([(CALL, part(1).encode(HERE))], partition_tag(*partition)) is None
 
 
 def test_call_that_is_stored_in_part_is_not_the_last_one() -> None:
@@ -100,7 +100,7 @@ async def test_late_write_of_a_call_that_was_sent_again_is_not_delivered(address
     topic, foreign = new_topic(), ForeignProgram(address)
     async with opened(address, topic) as adapter:
         assert await publish(adapter, 1, (0, "first")) == [False]
-        late = {CALL: part(1).encode(call_place(adapter.identity, 0))}
+        late = {CALL: part(1).encode(partition_tag(adapter.identity, 0))}
         await asyncio.to_thread(lambda: foreign.write(topic, [batch("first").encoded], headers=late))
         assert await publish(adapter, 2, (0, "second")) == [False]
         assert await received(await adapter.open_receiver(0, 0), 2) == ["first", "second"]
@@ -111,7 +111,7 @@ async def test_late_write_of_a_call_that_was_sent_again_is_not_delivered(address
 async def test_call_that_was_stored_in_part_is_completed(address: str) -> None:
     topic, foreign = new_topic(), ForeignProgram(address)
     async with opened(address, topic, queues=2) as adapter:
-        stored = {CALL: part(1, 0, 2).encode(call_place(adapter.identity, 0))}
+        stored = {CALL: part(1, 0, 2).encode(partition_tag(adapter.identity, 0))}
         await asyncio.to_thread(lambda: foreign.write(topic, [batch("zero").encoded], headers=stored))
         assert await adapter.last_sequence("p") == 0
         assert await publish(adapter, 1, (0, "zero"), (1, "one")) == [True, False]

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 from benchmarks.kafka_servers import KafkaServer
 from headrace import Client, Effects, Event, Provider, RetryPolicy, Start, Transaction
 from headrace.adapters import Bounds, Gap, ProducerSequence
-from headrace.adapters.kafka.ledger import CALL, CallPart, call_place
+from headrace.adapters.kafka.ledger import CALL, CallPart, partition_tag
 from headrace.streams.errors import InvalidArgument, NotSupported, PayloadTooLarge
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
@@ -156,7 +156,8 @@ async def test_records_that_do_not_fit_are_gaps_and_the_others_are_delivered(add
     ]
 
     def produce() -> None:
-        producer = cast(Any, Producer({"bootstrap.servers": address, "message.max.bytes": 4_000_000}))
+        settings: dict[str, Any] = {"message.max.bytes": 4_000_000, "enable.idempotence": True}  # keeps the order
+        producer = cast(Any, Producer({"bootstrap.servers": address, **settings}))
         for record in records:
             producer.produce(large, partition=0, **record)
         assert not producer.flush(30)
@@ -359,7 +360,7 @@ async def test_repeated_call_is_stored_once_also_in_another_process(address: str
     assert await publish(1) == [(True, 3)]
     assert await publish(2) == [(False, 6)]
     async with opened(address, topic, queues=QUEUES, format="raw") as adapter:
-        late = {"headers": [(CALL, CallPart("p", 2, 1, 1, 2).encode(call_place(adapter.identity, 0)))]}
+        late = {"headers": [(CALL, CallPart("p", 2, 1, 1, 2).encode(partition_tag(adapter.identity, 0)))]}
         record = {"key": b"k", "value": b"b", "partition": 0, **late}
         await asyncio.to_thread(produced, address, topic, [record, {"key": b"k", "value": b"end", "partition": 0}])
         found = await received(await adapter.open_receiver(0, 0), 9)

@@ -29,7 +29,7 @@ class _CallOrder:
         self.users = 0
 
 
-class KafkaProducers:
+class IdempotentCalls:
     """The idempotent producers of one provider, as this process knows them."""
 
     def __init__(self, ledgers: KafkaLedgers, send: Send) -> None:
@@ -43,7 +43,7 @@ class KafkaProducers:
         async with self._ordered(producer):
             return (await self._read(producer)).last.number
 
-    async def once(self, sequence: ProducerSequence, records: Sequence[OutgoingRecord]) -> Sequence[Receipt]:
+    async def store_once(self, sequence: ProducerSequence, records: Sequence[OutgoingRecord]) -> Sequence[Receipt]:
         """Store the call, or its missing part. A call that is stored as a whole is not stored again. Raises
         SequenceConflict if earlier calls are missing."""
         async with self._ordered(sequence.producer):
@@ -79,7 +79,7 @@ class KafkaProducers:
         return receipts
 
     def _with_part(self, record: OutgoingRecord, part: CallPart) -> OutgoingRecord:
-        header = CALL, part.encode(self._ledgers.places[record.partition])
+        header = CALL, part.encode(self._ledgers.partition_tags[record.partition])
         return record._replace(headers=[*(record.headers or ()), header])
 
     async def _read(self, producer: str) -> ProducerState:
