@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import accumulate
+from math import inf
 from typing import Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from ..server.limits import TotalUsage
 from ..streams.cluster import SiloState
-from ..streams.histograms import BOUNDS, Histogram
+from ..streams.histograms import Histogram
 from .lag_history import QueueLag
 from .metric_snapshots import ProviderSnapshot, Snapshot
 from .views import OutboxView, QueueView, SubscriptionView
@@ -63,7 +63,7 @@ class Definition(NamedTuple):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    return list(zip([*map(repr, BOUNDS), "+Inf"], accumulate(histogram.counts), strict=True))
+    return [("+Inf" if end == inf else repr(end), count) for end, count in histogram.buckets()]
 
 
 # ---- values of snapshots ------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class HandlerDelivery(Delivery):
             assert batch is not None
             if breaker.limiting:
                 gate.begin()
-            span, start, measured = None, cursor.index, now >= counts.measure_at
+            span, start, measured, handled = None, cursor.index, now >= counts.measure_at, True
             try:
                 if measured:
                     counts.measure_delay(batch, now, first=cursor.trouble is None)
@@ -105,8 +105,6 @@ class HandlerDelivery(Delivery):
             else:
                 if breaker.watching and handled:
                     gate.succeeded(cursor.stream)
-                if measured:
-                    counts.handling.observe(monotonic() - now)
                 if not probe or cursor.index >= batch.count:
                     counts.delivered_batches += 1
                     progress.finish(cursor)
@@ -115,6 +113,8 @@ class HandlerDelivery(Delivery):
             finally:
                 if span is not None:
                     span.end()
+                if measured and handled:
+                    counts.handling.observe(monotonic() - now)
             now = monotonic()
             if now > workers.turn_ends:
                 self.waiters.notify()
