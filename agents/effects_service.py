@@ -9,14 +9,15 @@ from ..streams.events import Event
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..streams.transactions import EffectScope, HandlerEffects, ScopedEffects
+from ..streams.transactions import EffectScope, HandlerEffects, ScopedEffects, StreamQueues
 from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
 from .served import HandlerService
 
 
 class EffectsService(HandlerService):
-    """Delivers to a handler that takes a transaction. `origin` is the id of the provider."""
+    """Delivers to a handler that takes a transaction. `origin` is the id of the provider. `queues` says in which queues
+    other programs must write a stream; None: headrace alone writes."""
 
     def __init__(
         self,
@@ -28,17 +29,19 @@ class EffectsService(HandlerService):
         *,
         provider: str,
         batch: bool,
+        queues: StreamQueues | None = None,
     ) -> None:
         super().__init__(Handler(None, None, None, None), predicate, concurrency, provider=provider)
         self._user_handler = handler
         self._effects = effects
         self._origin = origin
         self._batch = batch
+        self._queues = queues
 
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
-        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self.provider)
+        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self.provider, self._queues)
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         return HandlerDelivery(

@@ -170,6 +170,7 @@ class EffectsInScope:
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
         events = [delivered] if isinstance(delivered, Event) else delivered.events()
+        self._position(events[0]).check_queue()
         await self._in_turn(events[0], lambda: self._apply(delivered, events))
 
     async def redrive(self, event: Event) -> None:
@@ -183,27 +184,30 @@ class EffectsInScope:
 
     async def note_unknown(self, event: Event) -> None:
         """Note that a redrive was refused. Raises Unavailable."""
-        await self._in_transaction(event, self._position(event).note_unknown, event)
+        await self._on_failures(event, lambda position, connection: position.note_unknown(connection, event))
 
     async def failed(self, events: Sequence[Event]) -> None:
         """Note that these events of one stream may become dead letters. Raises Unavailable."""
         if events:
-            await self._in_transaction(events[0], self._position(events[0]).note_failed, events)
+            await self._on_failures(events[0], lambda position, connection: position.note_failed(connection, events))
 
     async def check_position(self, events: Sequence[Event]) -> None:
         """Raise Unavailable if the position of these events of one stream cannot be written."""
         if events:
-            await self._in_transaction(events[0], self._position(events[0]).lock)
+            await self._on_failures(events[0], StreamPosition.lock)
 
     async def given_up(self, events: Sequence[Event]) -> None:
         """Move the position past these events of one stream. Raises Unavailable."""
         if events:
-            await self._in_transaction(events[0], self._position(events[0]).give_up, events)
+            await self._on_failures(events[0], lambda position, connection: position.give_up(connection, events))
 
-    async def _in_transaction(self, event: Event, work: Callable[..., object], *args: Any) -> None:
+    async def _on_failures(self, event: Event, work: Callable[[StreamPosition, Connection], object]) -> None:
+        """Execute the statements of `work` on the position that has the failed events."""
+        position = self._position(event)
+
         async def run() -> None:
             async with self._database.transaction() as transaction:
-                await transaction.call(work, *args)
+                await transaction.call(lambda connection: work(position.of_failures(connection), connection))
             self._known.drop(_stream_of(event))
 
         try:
@@ -338,11 +342,11 @@ class EffectsInScope:
     async def _redriving(self, event: Event) -> AsyncGenerator[Transaction]:
         position = self._position(event)
         async with self._database.transaction() as transaction:
-            decision = await transaction.call(position.claim_redrive, event)
+            decision = await transaction.call(lambda c: position.of_failures(c).claim_redrive(c, event))
             if decision is RedriveDecision.REFUSE:
                 raise RedriveRefused(_UNKNOWN_EVENT, hint=_UNKNOWN_EVENT_HINT)
             self._counts.already_applied += decision is RedriveDecision.DONE
-            known = await transaction.call(position.find) if self._state_options is not None else None
+            known = await transaction.call(position.lock) if self._state_options is not None else None
             state = None if self._state_options is None else HandlerState(self._state_options, known)
             unapplied = [event] if decision is RedriveDecision.APPLY else []
             yield Transaction(transaction, self._scope, state, unapplied)
@@ -397,7 +401,7 @@ def _row_after(
 ) -> AppliedPosition:
     """Return the row that replaces `row` when the effects of these events are committed."""
     revision = (row.revision if row is not None else 0) + 1
-    return AppliedPosition(scope.generation, token_of(events[-1]), revision, 0, *state)
+    return AppliedPosition(scope.generation, scope.queue, token_of(events[-1]), revision, 0, *state)
 
 
 def _stream_of(event: Event) -> StreamId:

@@ -9,11 +9,11 @@ from sqlalchemy import Connection, text
 
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.transactions import EffectScope
+from ..streams.transactions import EffectScope, MisplacedEvent
 from .clock import now_us
 from .database import DriverStatement
 from .failed_events import FailedEvents, RedriveDecision, token_of
-from .schema import key_of
+from .schema import key_of, misplaced_key_of
 
 _KEY = "origin = :origin AND subscription = :subscription AND stream = :stream"
 _COLUMNS = (
@@ -27,6 +27,7 @@ _CLAIM = DriverStatement(f"""
     INSERT INTO headrace_position AS p ({_COLUMNS}) VALUES ({_VALUES})
     ON CONFLICT (origin, subscription, stream) DO UPDATE SET {_MOVE}
     WHERE (p.generation, p.token_offset, p.token_index) < (excluded.generation, :first_offset, :first_index)
+    AND (p.queue = excluded.queue OR p.generation < excluded.generation)
     RETURNING unapplied
 """)  # noqa: S608 (only names of this module)
 _STORE = text(f"""
@@ -42,7 +43,7 @@ _CHANGE_STATE = text(f"""
     revision = revision + 1, written_at_us = :now_us WHERE {_KEY} AND revision = :known
 """)  # noqa: S608
 _FIND = f"""
-    SELECT generation, token_offset, token_index, revision, unapplied, state, state_version, expires_at_us
+    SELECT generation, queue, token_offset, token_index, revision, unapplied, state, state_version, expires_at_us
     FROM headrace_position WHERE {_KEY}"""  # noqa: S608
 _FIND_LOCKED = {"postgresql": text(f"{_FIND} FOR UPDATE"), "sqlite": text(_FIND)}
 _FIND_NOW = text(_FIND)
@@ -53,10 +54,17 @@ _ADD = text(f"""
 """)  # noqa: S608
 
 
+_MISPLACED_HINT = (
+    "its producer partitions in another way, so effects do not apply the event in its turn; let all producers of the "
+    "topic use one `partitioner`, or make the provider anew with theirs; a redrive applies the event, without order"
+)
+
+
 class AppliedPosition(NamedTuple):
     """The row of a stream."""
 
     generation: int
+    queue: int
     token: SequenceToken
     revision: int
     unapplied: int
@@ -74,11 +82,18 @@ class EncodedState(NamedTuple):
 
 
 class StreamPosition:
-    """The position of one stream in one scope. Its methods execute statements."""
+    """The position of one stream in one scope. Its methods execute statements.
 
-    def __init__(self, scope: EffectScope, stream: StreamId) -> None:
+    All events of a stream must be in one queue, because offsets of two queues have no order. An event of another queue
+    is not applied. With `misplaced`, the row has these events of the scope's queue: none is applied by a delivery, but
+    a redrive applies them.
+    """
+
+    def __init__(self, scope: EffectScope, stream: StreamId, *, misplaced: bool = False) -> None:
         self.scope = scope
-        self._key = {"origin": scope.origin, "subscription": scope.subscription, "stream": key_of(stream)}
+        self._stream = stream
+        key = misplaced_key_of(stream, scope.queue) if misplaced else key_of(stream)
+        self._key = {"origin": scope.origin, "subscription": scope.subscription, "stream": key}
         self._failed = FailedEvents(scope, self._key)
 
     def _row(self, first: SequenceToken, last: SequenceToken) -> dict[str, Any]:
@@ -99,10 +114,39 @@ class StreamPosition:
         after = self.after(self.find(connection, lock=True), events)
         return (self._move(connection, after) or []) if after else []
 
+    def check_queue(self) -> None:
+        """Raise MisplacedEvent if producers must write the stream into another queue than that of the scope."""
+        scope, stream = self.scope, self._stream
+        if scope.queues is not None and scope.queue not in scope.queues.queues_with(stream):
+            raise MisplacedEvent(
+                f"this event of stream {stream} is in queue {scope.queue}, and the option `partitioner` of provider "
+                f"{scope.provider!r} ({scope.queues.name}) expects it in queue {scope.queues.queue_of(stream)}: "
+                f"{_MISPLACED_HINT}"
+            )
+
+    def _is_misplaced(self, known: AppliedPosition | None) -> bool:
+        """Whether the applied events of the stream are of another queue than that of the scope."""
+        scope = self.scope
+        return known is not None and known.generation == scope.generation and known.queue != scope.queue
+
+    def of_failures(self, connection: Connection) -> StreamPosition:
+        """Return the position that has the failed events of the scope's queue. The statements on events that failed
+        are for that one."""
+        scope, stream = self.scope, self._stream
+        declared = scope.queues is None or scope.queue in scope.queues.queues_with(stream)
+        if declared and not self._is_misplaced(self.find(connection)):
+            return self
+        return StreamPosition(scope, stream, misplaced=True)
+
     def after(self, known: AppliedPosition | None, events: Sequence[Event]) -> list[Event]:
-        """Return the events that are after the position."""
+        """Return the events that are after the position. Raises MisplacedEvent."""
         if known is None or known.generation < self.scope.generation:
             return list(events)
+        if self._is_misplaced(known):
+            raise MisplacedEvent(
+                f"this event of stream {self._stream} is in queue {self.scope.queue}, and others that are applied are "
+                f"in queue {known.queue}: {_MISPLACED_HINT}"
+            )
         return [] if known.generation > self.scope.generation else [e for e in events if token_of(e) > known.token]
 
     def uncommitted_events(
@@ -132,7 +176,7 @@ class StreamPosition:
         token = SequenceToken(row.token_offset, row.token_index)
         state = None if row.state is None else bytes(row.state)
         return AppliedPosition(
-            row.generation, token, row.revision, row.unapplied, state, row.state_version, row.expires_at_us
+            row.generation, row.queue, token, row.revision, row.unapplied, state, row.state_version, row.expires_at_us
         )
 
     def store(self, connection: Connection, events: Sequence[Event], state: EncodedState, known: int) -> bool:

@@ -164,6 +164,11 @@ def key_of(stream: StreamId) -> str:
     return f"{text[:KEPT_CHARACTERS]}%~{hashlib.sha256(text.encode()).hexdigest()}"  # `%~` is in no text form
 
 
+def misplaced_key_of(stream: StreamId, queue: int) -> str:
+    """Return the text by which events of a stream are stored that are in another queue than the stream."""
+    return f"{key_of(stream)}%@{queue}"  # `%@` is in no text form
+
+
 def check_dialect(name: str) -> None:
     """Raise NotSupported if effects cannot be applied in databases of this dialect."""
     if name not in _DIALECTS:

@@ -264,7 +264,7 @@ class Provider(MeasuredProvider):
                 f"subscription {declared.definition.name!r}: effects need one queue for each stream, and any queue of "
                 f"provider {self.name!r} may have events of a stream; declare how its producers choose the queue"
             )
-        await self.serve(declared.definition, await _service(declared, self._parts.origin, self.codecs))
+        await self.serve(declared.definition, await _service(declared, self._parts, self.codecs))
         return LocalSubscription(self, declared)
 
     async def caught_up(self, name: str) -> None:
@@ -344,7 +344,7 @@ async def _open_consumer(provider: Provider, plan: ConsumerPlan) -> Consumer:
     return await (await provider.local_consumer()).open_consumer(plan)
 
 
-async def _service(declared: SubscriptionDeclaration, origin: str, codecs: Codecs) -> HandlerService:
+async def _service(declared: SubscriptionDeclaration, parts: ProviderParts, codecs: Codecs) -> HandlerService:
     """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
     if declared.effects is None:
         handler = Handler.of(declared.handler, batch=declared.batch, codecs=codecs)
@@ -357,9 +357,10 @@ async def _service(declared: SubscriptionDeclaration, origin: str, codecs: Codec
         declared.filter,
         declared.concurrency,
         declared.effects,
-        origin,
+        parts.origin,
         provider=declared.provider,
         batch=declared.batch,
+        queues=parts.adapter.mapper,
     )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .codecs import P
-from .errors import HeadraceError
+from .errors import HeadraceError, PayloadInvalid
 from .events import Event, EventBatch
+from .identity import StreamId
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -26,6 +27,24 @@ class RedriveRefused(HeadraceError):
     """It is not known whether the effects of a dead letter are committed, so it stays. The text names the choices."""
 
     code = "redrive_refused"
+
+
+class MisplacedEvent(PayloadInvalid):
+    """An event with effects comes from another queue than other events of its stream: it has no place in their order.
+    The subscription gives up on it at once."""
+
+    code = "misplaced_event"
+
+
+class StreamQueues(Protocol):
+    """Says which queues have the events of a stream. See `StreamMapper` in the adapter seam."""
+
+    @property
+    def name(self) -> str: ...
+
+    def queue_of(self, stream: StreamId) -> int: ...
+
+    def queues_with(self, stream: StreamId) -> Sequence[int]: ...
 
 
 class ProviderOrigin(NamedTuple):
@@ -50,6 +69,8 @@ class EffectScope(NamedTuple):
     """It rises with each seek: effects of earlier generations are applied again."""
     provider: str = "default"
     """Name of the provider."""
+    queues: StreamQueues | None = None
+    """The queues into which other programs must write a stream. None: not known, or headrace alone writes."""
 
 
 @dataclass(slots=True)

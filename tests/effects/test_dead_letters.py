@@ -14,7 +14,7 @@ from headrace import Effects, Event, Provider, StreamState, Transaction, Unavail
 from headrace.effects import administration, schema
 from headrace.effects.effects import EffectsInScope
 from headrace.streams.subscriptions import DeadLetter
-from headrace.streams.transactions import RedriveRefused
+from headrace.streams.transactions import EffectCounts, EffectScope, MisplacedEvent, RedriveRefused
 from tests.effects.databases import UserDatabase, user_database
 from tests.effects.test_transactional_handlers import ONCE, batch_at, event_at, in_scope, write_all_down, write_down
 
@@ -23,6 +23,33 @@ async def give_up(effects: EffectsInScope, events: Sequence[Event]) -> None:
     """As the delivery does around the store of the dead letters."""
     await effects.failed(events)
     await effects.given_up(events)
+
+
+# ---- events of another queue -----------------------------------------------------------------------------------------
+
+
+def in_queue(database: UserDatabase, queue: int, **options: Any) -> EffectsInScope:
+    scope = EffectScope("here", "billing", queue, 1)
+    return Effects(database.engine, **options).scoped(write_down, scope, EffectCounts(), batch=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"state": StreamState()}])
+async def test_an_event_in_another_queue_than_its_stream_is_given_up_and_applied_by_a_redrive(
+    database: UserDatabase, options: dict[str, Any]
+):
+    """Offsets of two queues have no order: the event must not count as applied because its offset is lower."""
+    home, other = in_queue(database, 0, **options), in_queue(database, 1, **options)
+    await home.call(event_at(5))
+    for offset in (3, 8):
+        for _ in range(2):
+            with pytest.raises(MisplacedEvent, match="is in queue 1, and others that are applied are in queue 0"):
+                await other.call(event_at(offset))
+        await give_up(other, [event_at(offset)])
+    await home.call(event_at(6))
+    for offset in (3, 8, 3):
+        await other.redrive(event_at(offset))
+    await home.call(event_at(7))
+    assert database.log() == ["42@5", "42@6", "42@3", "42@8", "42@7"]
 
 
 # ---- one scope -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ from benchmarks.kafka_servers import KafkaServer
 from headrace import Client, Effects, Event, Provider, RetryPolicy, Start, Transaction
 from headrace.adapters import Bounds, Gap, ProducerSequence
 from headrace.adapters.kafka.ledger import CALL, CallPart, partition_tag
+from headrace.adapters.kafka.partitioners import murmur2_partition
+from headrace.effects.schema import migrate
 from headrace.streams.errors import InvalidArgument, NotSupported, PayloadTooLarge
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
@@ -292,6 +295,38 @@ async def test_effects_are_refused_if_producers_may_use_any_partition(address: s
     async with Provider.open(tmp_path, **raw(address, topic)) as provider:
         with pytest.raises(NotSupported, match="effects need one queue for each stream"):
             await provider.subscribe("s", f"{topic}/*", handle, effects=Effects(engine))
+
+
+@pytest.mark.parametrize("foreign_first", [False, True])
+async def test_effects_give_up_on_records_in_another_partition_than_the_partitioner_says(
+    address: str, topic: str, tmp_path: Path, *, foreign_first: bool
+) -> None:
+    """Offsets of two partitions have no order, so the position of a stream would skip events of one of them."""
+    applied: list[bytes] = []
+
+    async def apply(event: Event, tx: Transaction) -> None:
+        applied.append(event.payload)
+
+    engine = create_engine(f"sqlite:///{tmp_path / 'effects.db'}")
+    with engine.begin() as connection:
+        migrate(connection)
+    async with Provider.open(tmp_path / "data", **raw(address, topic, partitioner="murmur2")) as provider:
+        effects, stream = Effects(engine), provider.stream(topic, "k")
+        subscription = await provider.subscribe("s", f"{topic}/*", apply, start=Start.earliest(), effects=effects)
+        home = murmur2_partition(b"k", QUEUES)
+        foreign = [{"key": b"k", "value": b"foreign", "partition": (home + 1) % QUEUES}] * 3
+        for is_foreign in (foreign_first, not foreign_first):
+            if is_foreign:
+                produced(address, topic, foreign)
+            else:
+                for _ in range(2):
+                    await stream.publish(b"own")
+            await subscription.caught_up()
+        letters = await provider.dead_letters("s")
+        assert (applied, [letter.attempts for letter in letters]) == ([b"own"] * 2, [1] * 3)
+        expected = rf"stream {topic}/k is in queue {(home + 1) % QUEUES}.*`partitioner`.*expects it in queue {home}"
+        assert all(re.search(expected, letter.reason) for letter in letters)
+    engine.dispose()
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
