@@ -1,7 +1,7 @@
 """Tables in the user's database, for PostgreSQL and SQLite. They are created only on request.
 
 Conventions: a stream is stored as `key_of` returns it. Positions are 64-bit integers. Times are microseconds since
-1970 UTC by the clock of the process that writes the row.
+1970 UTC by the clock of the process that writes the row, if nothing else is said.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ outbox_lanes = Table(
     Column("until_us", BigInteger, nullable=False),
 )
 """The last release of each lane: the batches with these `ids` (JSON) are published as call `number` of an idempotent
-`producer`. `holder` moves the lane until `until_us`."""
+`producer`. `holder` moves the lane until `until_us`, by the clock of the database."""
 
 _STORAGE = {
     positions: "fillfactor = 70",

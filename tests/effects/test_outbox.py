@@ -268,6 +268,18 @@ async def test_failures_neither_lose_nor_repeat_an_event(async_database: UserDat
     assert queue.payloads() == [b"%d" % number for number in range(30)]
 
 
+async def test_a_clock_that_was_set_back_does_not_stop_the_outbox(async_database: UserDatabase):
+    queue = RecordingQueue()
+    publish(async_database, STREAM, b"a")
+    await moved(async_database, queue)
+    publish(async_database, STREAM, b"b")
+    await moved(async_database, queue)
+    assert queue.payloads() == [b"a"]  # the process that has ended still has the lease
+    async_database.execute("UPDATE headrace_outbox_lane SET until_us = until_us + 3600000000")
+    await moved(async_database, queue)
+    assert queue.payloads() == [b"a", b"b"]
+
+
 async def test_after_any_error_of_the_database_the_mover_goes_on(async_database: UserDatabase):
     queue = RecordingQueue()
     publish(async_database, STREAM, b"a")
