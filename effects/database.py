@@ -10,8 +10,7 @@ import asyncio
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from sqlalchemy import Connection, CursorResult, Engine, text
@@ -21,12 +20,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported, Unavailable
+from .statement_thread import StatementThread
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
+CANCEL_S = 2.0
+"""How long a cancelled transaction of an `Engine` waits for the end of its statement, in seconds."""
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03", "25006")
@@ -221,15 +223,15 @@ class ThreadedEffectDatabase(EffectDatabase):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._idle_threads: list[ThreadPoolExecutor] = []
-        """Executors of one thread each, for the next transactions."""
+        self._idle_threads: list[StatementThread] = []
+        """For the next transactions."""
 
     @asynccontextmanager
     async def transaction(self) -> AsyncGenerator[EffectTransaction]:
         try:
             thread = self._idle_threads.pop()
         except IndexError:
-            thread = ThreadPoolExecutor(1, thread_name_prefix="headrace effects")
+            thread = StatementThread("headrace effects")
         opened = _ThreadedTransaction(self.engine, thread)
         try:
             try:
@@ -240,35 +242,47 @@ class ThreadedEffectDatabase(EffectDatabase):
             with outages():
                 await opened.end(commit=True)
         finally:
-            self._idle_threads.append(thread)
+            if not opened.is_abandoned:
+                self._idle_threads.append(thread)
 
 
 class _ThreadedTransaction(EffectTransaction):
     """Connects with the first statement: each step is a hop to a thread and back."""
 
-    def __init__(self, engine: Engine, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: Engine, thread: StatementThread) -> None:
         self._engine = engine
         self._thread = thread
         self._is_over = False
+        self.is_abandoned = False
+        """A statement did not end after its cancellation. The thread closes the connection when it ends."""
         self._opened: Connection | None = None
         self._observed: ObservedTransaction | None = None
         self._session: Session | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
-        """Run a function in the thread. If the caller is cancelled, wait until the function has ended, then raise: a
-        thread cannot be cancelled."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, function)
-        cancelled: asyncio.CancelledError | None = None
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            if not running.cancelled():
-                running.exception()
-            raise cancelled
+        """Run a function in the thread. If the caller is cancelled, cancel the statement that runs, and wait until the
+        function has ended, at most `CANCEL_S`. Then raise: the transaction is abandoned if it has not."""
+        running = self._thread.submit(function)
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            await self._cancel(running)
+            raise
         return running.result()
+
+    async def _cancel(self, running: asyncio.Future[Any]) -> None:
+        steps: list[asyncio.Future[Any]] = [running]
+        if self._opened is not None and not self._is_over:  # a commit is not cancelled: it would be in doubt
+            connection = self._opened
+            steps.append(StatementThread("headrace effects cancel").submit(lambda: cancel_statement(connection)))
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + CANCEL_S
+        while any(not step.done() for step in steps) and loop.time() < ends_at:
+            with suppress(asyncio.CancelledError):  # the first one is raised in the end
+                await asyncio.wait(steps, timeout=ends_at - loop.time())
+        for step in steps:
+            self.is_abandoned |= not step.done()
+            step.add_done_callback(_retrieve)
 
     def _connect(self) -> Connection:
         if self._opened is None:
@@ -318,7 +332,16 @@ class _ThreadedTransaction(EffectTransaction):
 
     async def end(self, *, commit: bool) -> None:
         self._is_over = True
-        await self._in_thread(lambda: self._end(commit=commit))
+        if self.is_abandoned:
+            self._thread.submit(self._discard).add_done_callback(_retrieve)
+        else:
+            await self._in_thread(lambda: self._end(commit=commit))
+
+    def _discard(self) -> None:
+        connection, self._opened = self._opened, None
+        if connection is not None:
+            connection.invalidate()
+            connection.close()
 
     def _end(self, *, commit: bool) -> None:
         connection, self._opened = self._opened, None
@@ -338,6 +361,22 @@ class _ThreadedTransaction(EffectTransaction):
     @property
     def session(self) -> AsyncSession:
         raise _only_async("session")
+
+
+def cancel_statement(connection: Connection) -> None:
+    """Cancel the statement that another thread executes on a connection of psycopg or SQLite."""
+    driver = connection.connection.driver_connection
+    for name in ("cancel_safe", "cancel", "interrupt"):
+        cancel = getattr(driver, name, None)
+        if callable(cancel):
+            cancel()
+            return
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Ask for the error: asyncio warns of those that are never asked for."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _only_async(name: str) -> NotSupported:

@@ -1,19 +1,22 @@
 """Databases of effects: which errors are outages, and cancelled transactions."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, NullPool, create_engine, event, make_url
+from sqlalchemy import Connection, NullPool, create_engine, event, make_url, text
 
 from headrace import Effects, Event, Unavailable
 from headrace.agents.effects_service import PositionedFailures
 from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
 from headrace.effects.schema import metadata, migrate
+from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_transactional_handlers import event_at, in_scope
 
@@ -71,6 +74,51 @@ async def test_a_transaction_that_is_cancelled_twice_waits_for_its_thread(tmp_pa
         await asyncio.wait([running])
     assert running.cancelled()
     engine.dispose()
+
+
+async def test_a_cancelled_transaction_cancels_its_statement(schema_url: Callable[[], str]):
+    async with user_database("psycopg", "", schema_url, pool_size=1, max_overflow=0) as database:
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%INTO log%'"
+        with database.inspecting.begin() as holder:
+            holder.execute(text("LOCK TABLE log"))
+            effects, _ = in_scope(database)
+            running = asyncio.create_task(effects.call(event_at(5)))
+            await until(lambda: bool(database.rows(waiting)[0][0]))
+            running.cancel()
+            await asyncio.wait([running], timeout=10)
+            assert running.cancelled()
+        await effects.call(event_at(5))
+        assert database.log() == ["42@5"]
+
+
+SCRIPT = """
+import asyncio, sys, threading
+from sqlalchemy import create_engine
+from headrace.effects.database import database_of
+
+async def main():
+    began = threading.Event()
+    def work(connection):
+        began.set()
+        threading.Event().wait()
+    async def run():
+        async with database_of(create_engine(sys.argv[1])).transaction() as transaction:
+            await transaction.call(work)
+    running = asyncio.create_task(run())
+    await asyncio.to_thread(began.wait)
+    running.cancel()
+    await asyncio.wait([running])
+    print("over")
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_ends_while_a_statement_of_an_engine_does_not(tmp_path: Path):
+    """As if the host of the database did not answer any more."""
+    command = [sys.executable, "-c", SCRIPT, f"sqlite:///{tmp_path}/u.db"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("over\n", "", 0)
 
 
 async def test_each_open_transaction_has_a_thread(tmp_path: Path):
