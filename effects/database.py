@@ -165,7 +165,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         with outages():
             await root.commit()
     finally:
-        if connection.in_transaction():  # perhaps one that the handler has begun
+        if connection.get_transaction() is not None:  # perhaps one that the handler has begun, or a lost connection's
             await connection.rollback()
 
 

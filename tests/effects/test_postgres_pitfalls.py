@@ -13,12 +13,13 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
-from headrace import Effects, Event, Outbox, Provider, StreamId, Transaction
+from headrace import Effects, Event, Outbox, Provider, StreamId, Transaction, Unavailable
 from headrace.adapters import ProducerSequence
 from headrace.effects import administration, schema
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
 from headrace.streams.errors import StorageError
+from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.adapters.postgres.opening import batch, opened, received
 from tests.effects.databases import UserDatabase, close, user_database
 from tests.effects.test_outbox import RecordingQueue
@@ -58,6 +59,38 @@ async def test_a_deadlock_runs_the_handler_again(kind: str, schema_url: Callable
 
 
 # ---- backends that end -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["psycopg-async", "asyncpg"])
+@pytest.mark.parametrize("lost", ["before the handler", "in the handler", "before the commit"])
+async def test_a_connection_that_was_lost_is_opened_again(kind: str, schema_url: Callable[[], str], lost: str):
+    """The user gave one AsyncConnection, and no engine."""
+    async with user_database(kind, "", schema_url) as database:
+        assert isinstance(database.engine, AsyncEngine)
+
+        async def terminate() -> None:
+            await asyncio.to_thread(database.execute, "SELECT pg_terminate_backend(:pid)", pid=pids[-1])
+
+        async def handle(event: Event, tx: Transaction) -> None:
+            pids.append((await tx.execute(text("SELECT pg_backend_pid()"))).scalar_one())
+            if lost == "in the handler" and len(pids) == 1:
+                await terminate()
+            await write_down(event, tx)
+            if lost == "before the commit" and len(pids) == 1:
+                await terminate()
+
+        pids: list[int] = []
+        async with database.engine.connect() as connection:
+            scope = EffectScope("here", "billing", 0, 1)
+            scoped = Effects(connection).scoped(handle, scope, EffectCounts(), batch=False)
+            if lost == "before the handler":
+                await scoped.call(event_at(4))
+                await terminate()
+            with pytest.raises(Unavailable):
+                await scoped.call(event_at(5))
+            await scoped.call(event_at(5))
+            await scoped.call(event_at(6))
+        assert database.log() == [*(["42@4"] if lost == "before the handler" else []), "42@5", "42@6"]
 
 
 async def test_backends_that_are_terminated_lose_and_repeat_nothing(tmp_path: Path, schema_url: Callable[[], str]):
