@@ -6,13 +6,14 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 from zlib import crc32
 
-from sqlalchemy import Connection, event, text
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy.exc import InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
@@ -24,7 +25,7 @@ from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
 from .clock import now_us
 from .database import check_transactions
-from .schema import check_dialect, key_of
+from .schema import check_dialect, key_of, no_tables, outbox
 
 if TYPE_CHECKING:
     import psycopg
@@ -44,6 +45,9 @@ _ASYNCPG = _INSERT + f"({', '.join(f'${number + 1}' for number in range(len(_COL
 
 _PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider ORDER BY id")
 _PUBLISHED_DJANGO = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
+
+_UNDEFINED_TABLE = "42P01"
+"""SQLSTATE."""
 
 _BUFFERED = "headrace outbox"
 """Key of `BufferedEvents` in `Session.info`."""
@@ -91,8 +95,26 @@ def rows_of(
 
 
 def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
-    """Write rows in the connection's transaction."""
-    connection.execute(_NAMED, rows)
+    """Write rows in the connection's transaction. Raises NotFound if the database has no outbox."""
+    with _naming_missing_table():
+        try:
+            connection.execute(_NAMED, rows)
+        except OperationalError as error:
+            if connection.dialect.name == "sqlite" and not inspect(connection).has_table(outbox.name):
+                raise no_tables(connection) from error
+            raise
+
+
+@contextmanager
+def _naming_missing_table() -> Generator[None]:
+    """Turn PostgreSQL's error for a table that is missing into NotFound, for each driver."""
+    try:
+        yield
+    except Exception as error:
+        causes = error, getattr(error, "orig", None), error.__cause__  # SQLAlchemy has `orig`, Django the cause
+        if any(getattr(cause, name, None) == _UNDEFINED_TABLE for cause in causes for name in ("sqlstate", "pgcode")):
+            raise no_tables() from error
+        raise
 
 
 class Outbox:
@@ -145,7 +167,7 @@ class Outbox:
         Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
 
         Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, and
-        for a session that has committed (`after_commit`); PayloadTooLarge.
+        for a session that has committed (`after_commit`); PayloadTooLarge; NotFound if the database has no outbox.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
         if isinstance(connection, AsyncSession):
@@ -196,8 +218,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     if callable(getattr(connection, "is_in_transaction", None)):
         if not connection.is_in_transaction():
             raise InvalidArgument(f"{kind} is in no transaction: publish inside of `connection.transaction()`")
-        answer = connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
-        return cast("Awaitable[None]", answer)
+        return _insert_by_asyncpg(connection, rows)
     if hasattr(connection, "in_atomic_block"):
         return _insert_by_django(connection, rows)
     if not hasattr(connection, "pgconn"):
@@ -209,7 +230,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _execute_async(connection, rows)
-    with connection.cursor() as cursor:
+    with _naming_missing_table(), connection.cursor() as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -221,16 +242,28 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
     check_dialect(connection.vendor)
     if not connection.in_atomic_block:
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
-    with connection.cursor() as cursor:
-        cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
+    introspection = cast("Any", connection).introspection
+    with _naming_missing_table(), connection.cursor() as cursor:
+        try:
+            cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
+        except Exception as error:
+            if connection.vendor == "sqlite" and outbox.name not in introspection.table_names(cursor):
+                raise no_tables() from error
+            raise
+
+
+async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[OutboxRow]) -> None:
+    with _naming_missing_table():
+        await connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
 
 
 async def _execute_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    async with connection.cursor() as cursor:
-        if len(rows) == 1:
-            await cursor.execute(_PSYCOPG, rows[0])
-        else:
-            await cursor.executemany(_PSYCOPG, rows)
+    with _naming_missing_table():
+        async with connection.cursor() as cursor:
+            if len(rows) == 1:
+                await cursor.execute(_PSYCOPG, rows[0])
+            else:
+                await cursor.executemany(_PSYCOPG, rows)
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------

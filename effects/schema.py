@@ -222,19 +222,28 @@ def require(connection: Connection) -> None:
     """Check that the tables have this version. Raises NotFound if not, InvalidArgument for those of a newer
     headrace."""
     version = _version(connection)
-    url = connection.engine.url
-    where = url.render_as_string()
-    given = where if url.password is None else "URL"  # a masked password cannot be copied
     if version is None:
-        raise NotFound(
-            f"database {where} has no tables for effects: create them with 'headrace effects migrate {given}'"
-        )
+        raise no_tables(connection)
     _check_not_newer(version)
     if version < VERSION:
+        where, given = _names(connection)
         raise NotFound(
             f"database {where} has tables for effects of version {version}, and this headrace needs version {VERSION}: "
             f"change them with 'headrace effects migrate {given}'"
         )
+
+
+def no_tables(connection: Connection | None = None) -> NotFound:
+    """Return the error for a database without tables. None: its URL is not known."""
+    where, given = ("of the connection", "URL") if connection is None else _names(connection)
+    return NotFound(f"database {where} has no tables for effects: create them with 'headrace effects migrate {given}'")
+
+
+def _names(connection: Connection) -> tuple[str, str]:
+    """Return the database's URL for a message, and for a command."""
+    url = connection.engine.url
+    where = url.render_as_string()
+    return where, where if url.password is None else "URL"  # a masked password cannot be copied
 
 
 def _check_not_newer(version: int) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import logging
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from ..effects.administration import engine_of
 from ..effects.database import database_of
 from ..effects.mover import OutboxBacklog, OutboxMover, OutboxTarget
 from ..streams.background import BackgroundTasks, run_periodically
+from ..streams.errors import HeadraceError
 from .views import OutboxView
 
 log = logging.getLogger("headrace.silo")
@@ -40,7 +42,10 @@ class OutboxService:
         self._background.start(run_periodically(self._count, COUNT_S), f"headrace outbox count {self._name}")
 
     async def _count(self) -> None:
-        self._backlog = await self.mover.backlog()
+        try:
+            self._backlog = await self.mover.backlog()
+        except (HeadraceError, SQLAlchemyError) as error:  # the mover reports what is wrong with the database
+            log.debug("the outbox of %r cannot be counted: %s", self._name, error)
 
     def statistics(self) -> OutboxView:
         backlog = self._backlog

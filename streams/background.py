@@ -113,8 +113,11 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
 
 
 async def run_periodically(work: Callable[[], Awaitable[None]], period_s: float) -> None:
-    """Run `work` every `period_s` seconds, or less often if it takes long or fails. Log its errors and go on."""
+    """Run `work` every `period_s` seconds, or less often if it takes long or fails. Log its errors with the name of the
+    task, and go on."""
     loop, pause_s = asyncio.get_running_loop(), period_s
+    task = asyncio.current_task()
+    name = "" if task is None else task.get_name()
     backoff = Backoff(2 * period_s, MAX_PAUSE_S)
     while True:
         await asyncio.sleep(pause_s)
@@ -125,7 +128,7 @@ async def run_periodically(work: Callable[[], Awaitable[None]], period_s: float)
         except Exception as error:
             unforeseen = None if isinstance(error, HeadraceError) else error
             level = logging.WARNING if unforeseen is None else logging.ERROR
-            log.log(level, "background work failed and is tried again: %s", error, exc_info=unforeseen)
+            log.log(level, "background work %r failed and is tried again: %s", name, error, exc_info=unforeseen)
             least_s = max(period_s, backoff.next_s())
         pause_s = max(least_s, min((loop.time() - began) / MAX_SHARE, MAX_PAUSE_S))
 

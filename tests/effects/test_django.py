@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 from sqlalchemy import make_url
 
-from headrace import InvalidArgument, NotSupported, Outbox, StreamId
+from headrace import InvalidArgument, NotFound, NotSupported, Outbox, StreamId
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
 from tests.effects.databases import UserDatabase, user_database
@@ -63,6 +63,18 @@ async def database(
 ) -> AsyncIterator[UserDatabase]:
     async with user_database(request.param, str(tmp_path / "user.db"), schema_url) as made:
         yield made
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "psycopg"])
+async def test_a_database_without_tables_is_named_with_the_command(
+    kind: str, tmp_path: Path, schema_url: Callable[[], str]
+):
+    def work(connection: Any) -> None:
+        with pytest.raises(NotFound, match="'headrace effects migrate URL'"), transaction.atomic():
+            OUTBOX.publish(STREAM, b"x", connection=connection)
+
+    async with user_database(kind, str(tmp_path / "u.db"), schema_url, migrated=False) as database:
+        await asyncio.to_thread(in_django, database.url, work)
 
 
 async def test_events_leave_with_the_commit_and_not_with_a_rollback(database: UserDatabase):

@@ -19,8 +19,10 @@ from headrace.adapters import ProducerSequence, Receipt
 from headrace.effects.administration import engine_of
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
+from headrace.effects.schema import migrate
+from headrace.silo.outbox import COUNT_S, OutboxService
 from headrace.streams.background import BackgroundTasks
-from headrace.streams.errors import StorageError
+from headrace.streams.errors import NotFound, StorageError
 from headrace.streams.events import EventBatch
 from headrace.streams.producer_ledger import LastCall
 from tests.client.consumers import until
@@ -250,6 +252,51 @@ def publish(database: UserDatabase, stream: StreamId, *payloads: bytes) -> None:
     with database.inspecting.begin() as connection:
         for payload in payloads:
             OUTBOX.publish(stream, payload, connection=connection)
+
+
+async def publish_one(engine: Engine | AsyncEngine) -> None:
+    if isinstance(engine, Engine):
+        with Session(engine) as session, session.begin():
+            OUTBOX.publish(STREAM, b"x", connection=session)
+    else:
+        async with engine.begin() as connection:
+            await OUTBOX.publish(STREAM, b"x", connection=connection)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "aiosqlite", "psycopg", "psycopg-async", "asyncpg"])
+async def test_a_database_without_tables_is_named_with_the_command(
+    kind: str, tmp_path: Path, schema_url: Callable[[], str], caplog: pytest.LogCaptureFixture
+):
+    """By a publish, and by a silo, which says it once and goes on when the tables are there."""
+    async with user_database(kind, str(tmp_path / "u.db"), schema_url, migrated=False) as database:
+        with pytest.raises(NotFound, match="create them with 'headrace effects migrate"):
+            await publish_one(database.engine)
+        queue = RecordingQueue()
+        service = OutboxService(engine_of(database.url), queue)
+        service.start()
+        await until(lambda: bool(service.mover.problem))
+        await asyncio.sleep(2 * COUNT_S)
+        assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+        assert "create them with 'headrace effects migrate" in caplog.messages[0]
+        with database.inspecting.begin() as connection:
+            migrate(connection)
+        publish(database, STREAM, b"y")
+        await until(lambda: queue.payloads() == [b"y"])
+        await service.aclose()
+
+
+def publish_by_psycopg(url: str) -> None:
+    with psycopg.connect(url) as driver, driver.transaction():
+        OUTBOX.publish(STREAM, b"x", connection=driver)
+
+
+async def test_a_driver_s_connection_without_tables_names_the_command(schema_url: Callable[[], str]):
+    async with user_database("psycopg", "", schema_url, migrated=False) as database:
+        with pytest.raises(NotFound, match="'headrace effects migrate URL'"):
+            publish_by_psycopg(database.url)
+        async with await psycopg.AsyncConnection.connect(database.url) as driver:
+            with pytest.raises(NotFound, match="'headrace effects migrate URL'"):
+                await OUTBOX.publish(STREAM, b"x", connection=driver)
 
 
 async def test_failures_neither_lose_nor_repeat_an_event(async_database: UserDatabase):

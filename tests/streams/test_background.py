@@ -182,6 +182,7 @@ async def test_periodic_work_goes_on_after_errors_with_longer_pauses_and_recover
     pauses = [after - before for before, after in itertools.pairwise([1000.0, *began])]
     assert pauses == [0.25, 0.25, 0.5, MAX_PAUSE_S, MAX_PAUSE_S, 0.25]
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR"]
+    assert caplog.messages[0] == "background work 'headrace test' failed and is tried again: no disk"
 
 
 @virtual_time
