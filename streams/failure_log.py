@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from .errors import Unavailable
 from .identity import SequenceToken, StreamId
+from .transactions import RedriveRefused
 
 BURST = 5
 """Number of first failures that are logged without a pause."""
@@ -52,7 +54,10 @@ class FailureLog:
     def write(
         self, log: logging.Logger, now_s: float, message: str, error: BaseException | None, *, first: bool
     ) -> None:
-        """Log a failure if it is a warning, with the traceback of `error`, else at the level debug."""
+        """Log a failure if it is a warning, with the traceback of `error`, else at the level debug. An error that says
+        that a dependency is down has its traceback only if debug is on: it is long, and says nothing of the handler."""
+        if isinstance(error, (Unavailable, RedriveRefused)) and not log.isEnabledFor(logging.DEBUG):
+            error = None
         not_logged = self.warn(now_s, first=first)
         if not_logged is None:
             log.debug("%s", message)

@@ -21,6 +21,7 @@ from headrace import (
     RetryPolicy,
     SessionState,
     StreamId,
+    Unavailable,
 )
 from headrace.silo.host import Silo
 from tests.client.consumers import PATIENCE_S, publish, until
@@ -341,6 +342,25 @@ async def test_a_seek_replays_to_the_handler(client: Client):
     await subscription.caught_up()
     assert seen == [0, 1, 2, 3, 4] * 2
     await subscription.close()
+
+
+async def test_an_outage_is_one_line_without_a_traceback(client: Client, caplog: pytest.LogCaptureFixture):
+    failing = True
+
+    async def handle(event: Event) -> None:
+        nonlocal failing
+        if failing:
+            failing = False
+            raise Unavailable("the database is down") from OSError("no route")
+
+    caplog.set_level("WARNING", "headrace.client")
+    await publish(client, "a", 1)
+    subscription = await client.subscribe("s", ORDERS, handle, start="earliest", retry=QUICK)
+    await subscription.caught_up()
+    await subscription.close()
+    (failed,) = [record for record in caplog.records if record.name == "headrace.client"]
+    assert "the database is down" in failed.getMessage()
+    assert not failed.exc_info
 
 
 async def test_the_first_failure_is_a_warning_with_its_traceback(client: Client, caplog: pytest.LogCaptureFixture):

@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
+from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
 from headrace.agents.cursor import CursorState
 from headrace.streams.handler_workers import TURN_S
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
@@ -773,6 +773,23 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [
         record for record in caplog.records if record.levelno == logging.WARNING and "failed on" in record.getMessage()
     ]
+
+
+@virtual_time
+@pytest.mark.parametrize("level", [logging.WARNING, logging.DEBUG])
+async def test_an_outage_is_one_line_without_a_traceback_unless_debug_is_on(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    async def handle(event: Event) -> None:
+        raise Unavailable("the database is down") from OSError("no route")
+
+    caplog.set_level(level, "headrace.agents")
+    async with HandlerFeed(handle, circuit_breaker=False) as line:
+        line.publish("a", b"one")
+        await asyncio.sleep(0.5)
+        (record,) = warnings(caplog)
+        assert record.getMessage().endswith("not counted: Unavailable: the database is down")
+        assert bool(record.exc_info) == (level == logging.DEBUG)
 
 
 @virtual_time
