@@ -35,6 +35,8 @@ LANES = 16
 
 Events = Publishable | Iterable[Publishable]
 OutboxRow = Mapping[str, Any]
+PublishedEvents = list[tuple[StreamId, bytes]]
+"""Stream and payload of each event."""
 
 _COLUMNS = ("provider", "lane", "stream", "events", "batch", "written_at_us")
 _INSERT = f"INSERT INTO headrace_outbox ({', '.join(_COLUMNS)}) VALUES "  # noqa: S608 (only names of this module)
@@ -44,7 +46,8 @@ _DJANGO = _INSERT + f"({', '.join('%s' for _ in _COLUMNS)})"
 _ASYNCPG = _INSERT + f"({', '.join(f'${number + 1}' for number in range(len(_COLUMNS)))})"
 
 _PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider ORDER BY id")
-_PUBLISHED_DJANGO = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
+_PUBLISHED_BY_DRIVER = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
+_PUBLISHED_ASYNCPG = "SELECT batch FROM headrace_outbox WHERE provider = $1 ORDER BY id"
 
 _UNDEFINED_TABLE = "42P01"
 """SQLSTATE."""
@@ -182,30 +185,85 @@ class Outbox:
             return _insert_async(connection, rows)
         return _insert_by_driver(connection, rows)
 
-    def published(self, *, connection: Connection | Session | DjangoConnection) -> list[tuple[StreamId, bytes]]:
+    @overload
+    def published(
+        self, *, connection: Connection | Session | psycopg.Connection[Any] | DjangoConnection
+    ) -> PublishedEvents: ...
+    @overload
+    def published(
+        self, *, connection: AsyncConnection | AsyncSession | psycopg.AsyncConnection[Any] | AsyncpgConnection
+    ) -> Awaitable[PublishedEvents]: ...
+    def published(self, *, connection: Any) -> PublishedEvents | Awaitable[PublishedEvents]:
         """Return stream and payload of each event in the outbox that this transaction sees, in order. It is for tests:
         in a transaction that a test rolls back, no silo ever sees the events.
 
-        Raises InvalidArgument for other objects.
+        `connection` is one that `publish` takes. With an AsyncSession, and with those for which `publish` is awaited,
+        await the result. Raises InvalidArgument for other objects.
         """
         if isinstance(connection, Session):
-            buffered = connection.info.get(_BUFFERED, BufferedEvents()).rows
-            waiting = [row["batch"] for _, row in buffered if row["provider"] == self.provider]
-            stored = connection.connection().execute(_PUBLISHED, {"provider": self.provider}).scalars().all()
-            batches = [*stored, *waiting]
-        elif isinstance(connection, Connection):
-            batches = connection.execute(_PUBLISHED, {"provider": self.provider}).scalars().all()
-        elif hasattr(connection, "in_atomic_block"):
+            return self._in_session(connection)
+        if isinstance(connection, AsyncSession):
+            return connection.run_sync(self._in_session)
+        if isinstance(connection, Connection):
+            return self._in_connection(connection)
+        if isinstance(connection, AsyncConnection):
+            return connection.run_sync(self._in_connection)
+        return self._by_driver(connection)
+
+    def _by_driver(self, connection: Any) -> PublishedEvents | Awaitable[PublishedEvents]:
+        if callable(getattr(connection, "is_in_transaction", None)):
+            return self._in_asyncpg(connection)
+        if hasattr(connection, "in_atomic_block"):
             with connection.cursor() as cursor:
-                cursor.execute(_PUBLISHED_DJANGO, [self.provider])
-                batches = [batch for (batch,) in cursor.fetchall()]
-        else:
-            raise InvalidArgument("connection: expected a Connection or Session of SQLAlchemy, or one of Django")
-        return [
-            (batch.stream, payload)
-            for batch in (accepted(bytes(each), now_us()) for each in batches)
-            for payload in batch.payloads()
-        ]
+                cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider])
+                return _events_of(batch for (batch,) in cursor.fetchall())
+        if not hasattr(connection, "pgconn"):
+            raise _unknown_connection(connection)
+        return self._in_psycopg_async(connection) if hasattr(connection, "__aenter__") else self._in_psycopg(connection)
+
+    def _in_session(self, session: Session) -> PublishedEvents:
+        buffered = session.info.get(_BUFFERED, BufferedEvents()).rows
+        waiting = [row["batch"] for _, row in buffered if row["provider"] == self.provider]
+        return [*self._in_connection(session.connection()), *_events_of(waiting)]
+
+    def _in_connection(self, connection: Connection) -> PublishedEvents:
+        return _events_of(connection.execute(_PUBLISHED, {"provider": self.provider}).scalars().all())
+
+    def _in_psycopg(self, connection: psycopg.Connection[Any]) -> PublishedEvents:
+        from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
+
+        with connection.cursor(row_factory=scalar_row) as cursor:
+            return _events_of(cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider]).fetchall())
+
+    async def _in_psycopg_async(self, connection: psycopg.AsyncConnection[Any]) -> PublishedEvents:
+        from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
+
+        async with connection.cursor(row_factory=scalar_row) as cursor:
+            await cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider])
+            return _events_of(await cursor.fetchall())
+
+    async def _in_asyncpg(self, connection: Any) -> PublishedEvents:
+        return _events_of(row[0] for row in await connection.fetch(_PUBLISHED_ASYNCPG, self.provider))
+
+
+def _events_of(batches: Iterable[bytes]) -> PublishedEvents:
+    """Return the events of rows of the outbox."""
+    return [
+        (batch.stream, payload)
+        for batch in (accepted(bytes(each), now_us()) for each in batches)
+        for payload in batch.payloads()
+    ]
+
+
+def _unknown_connection(connection: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"connection is {_kind_of(connection)}: expected a connection or session of SQLAlchemy, or a connection of "
+        "psycopg, asyncpg or Django"
+    )
+
+
+def _kind_of(connection: object) -> str:
+    return f"{type(connection).__module__}.{type(connection).__qualname__}"
 
 
 async def _insert_async(connection: AsyncConnection, rows: Sequence[OutboxRow]) -> None:
@@ -214,7 +272,7 @@ async def _insert_async(connection: AsyncConnection, rows: Sequence[OutboxRow]) 
 
 
 def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[None] | None:
-    kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
+    kind = _kind_of(connection)
     if callable(getattr(connection, "is_in_transaction", None)):
         if not connection.is_in_transaction():
             raise InvalidArgument(f"{kind} is in no transaction: publish inside of `connection.transaction()`")
@@ -222,10 +280,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     if hasattr(connection, "in_atomic_block"):
         return _insert_by_django(connection, rows)
     if not hasattr(connection, "pgconn"):
-        raise InvalidArgument(
-            f"connection is {kind}: expected a connection or session of SQLAlchemy, or a connection of psycopg, "
-            "asyncpg or Django"
-        )
+        raise _unknown_connection(connection)
     if connection.autocommit and connection.info.transaction_status == 0:  # 0 is IDLE: no transaction is open
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):

@@ -177,20 +177,35 @@ async def test_a_session_that_is_closed_sends_nothing_of_before(async_database: 
     assert (await moved(async_database)).payloads() == [b"a", b"b"]
 
 
+async def test_a_test_sees_the_events_in_connections_for_asyncio(async_database: UserDatabase):
+    assert isinstance(async_database.engine, AsyncEngine)
+    async with AsyncSession(async_database.engine) as session:
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        assert await OUTBOX.published(connection=session) == [(STREAM, b"a")]
+    async with async_database.engine.connect() as connection:
+        await OUTBOX.publish(STREAM, b"b", connection=connection)
+        assert await OUTBOX.published(connection=connection) == [(STREAM, b"b")]
+    with pytest.raises(InvalidArgument, match=r"connection is builtins\.int: expected"):
+        OUTBOX.published(connection=7)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 async def test_connections_of_drivers(postgres: UserDatabase):
     def sync() -> None:
         with psycopg.connect(postgres.url) as connection, connection.transaction():
             OUTBOX.publish(STREAM, b"psycopg", connection=connection)
+            assert OUTBOX.published(connection=connection) == [(STREAM, b"psycopg")]
 
     await asyncio.to_thread(sync)
     async with await psycopg.AsyncConnection.connect(postgres.url) as connection:
         await OUTBOX.publish(STREAM, b"psycopg async", connection=connection)
+        assert (await OUTBOX.published(connection=connection))[1:] == [(STREAM, b"psycopg async")]
     url, _, schema = postgres.url.partition("?options=-csearch_path%3D")
     asyncpg: Any = import_module("asyncpg")  # it has no stubs
     driver = await asyncpg.connect(url, server_settings={"search_path": schema})
     try:
         async with driver.transaction():
             await OUTBOX.publish(STREAM, b"asyncpg", connection=driver)
+            assert (await OUTBOX.published(connection=driver))[2:] == [(STREAM, b"asyncpg")]
         with pytest.raises(InvalidArgument, match="is in no transaction"):
             await OUTBOX.publish(STREAM, b"lost", connection=driver)
     finally:
