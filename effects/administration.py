@@ -23,11 +23,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ..streams.errors import InvalidArgument, NotFound, NotSupported, StorageError
+from ..streams.errors import InvalidArgument, NotFound, NotSupported, PayloadTooLarge, StorageError
 from ..streams.identity import SequenceToken, StreamId
 from .clock import now_us
 from .failed_events import count_again
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
+from .state import MAX_STATE_BYTES
 
 _MICROSECOND = timedelta(microseconds=1)
 _SYNC_DRIVERS = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
@@ -236,13 +237,19 @@ def set_state(
     *,
     version: int | None = None,
     origin: str | None = None,
-) -> None:
+    max_bytes: int = MAX_STATE_BYTES,
+) -> bool:
     """Set the state of a stream, or delete it. A new state has no time to live, and the `version` of the former one if
-    none is given, or else 1. A handler that runs meanwhile runs again.
+    none is given, or else 1. A handler that runs meanwhile runs again. Return whether an event of the stream was
+    applied before.
 
     Raises NotFound if there is no state to delete, or no row and no `origin`; InvalidArgument if several providers have
-    such a row and none is named.
+    such a row and none is named; PayloadTooLarge.
     """
+    if value is not None and len(value) > max_bytes:
+        raise PayloadTooLarge(
+            "the state", len(value), max_bytes, "give --max-bytes if StreamState(max_bytes=...) is higher"
+        )
     row = _find(connection, subscription, stream, origin)
     if value is None and (row is None or row.state is None):
         raise NotFound(f"subscription {subscription!r} has no state of stream {stream}")
@@ -252,9 +259,10 @@ def set_state(
         this = and_(positions.c.origin == row.origin, *_matching(subscription, None), positions.c.stream == row.stream)
         revision = positions.c.revision + 1
         connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
-        return
+        return row.generation >= 0
     key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
     connection.execute(_ADD_STATE, {**key, "stream": key_of(stream), **values, "version": version, "now_us": now_us()})
+    return False
 
 
 def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:
@@ -298,9 +306,12 @@ def _find(connection: Connection, subscription: str, stream: StreamId, origin: s
 def _only_origin(connection: Connection, subscription: str) -> str:
     query = select(positions.c.origin).where(*_matching(subscription, None)).distinct()
     origins = connection.execute(query).scalars().all()
-    if len(origins) != 1:
-        known = ", ".join(origins) or "none"
-        raise NotFound(f"the provider of {subscription!r} is not clear: give --origin (known are: {known})")
+    if not origins:
+        raise NotFound(f"subscription {subscription!r} has no rows in this database: check its name, or give --origin")
+    if len(origins) > 1:
+        raise NotFound(
+            f"several providers have a subscription {subscription!r}: give --origin, one of {', '.join(origins)}"
+        )
     return origins[0]
 
 

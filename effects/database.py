@@ -172,7 +172,9 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
 class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        self._observed = ObservedTransaction(_plain(connection))
+        self._observed = ObservedTransaction(
+            _plain(connection), "tx.connection.begin_nested() or tx.session.begin_nested()"
+        )
         self._session: AsyncSession | None = None
         self.is_over = False
 
@@ -289,7 +291,9 @@ class _ThreadedTransaction(EffectTransaction):
             with outages():
                 self._opened = self._engine.connect()
                 self._opened.begin()
-            self._observed = ObservedTransaction(self._opened)
+            self._observed = ObservedTransaction(
+                self._opened, "session.begin_nested() in a function that tx.run() calls"
+            )
         return self._opened
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -427,8 +431,10 @@ class ObservedTransaction:
     """The transaction that is open on a connection, as its driver sees it. The handler must not end it: statements that
     follow would be in another one, without the position of the stream."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, begin_nested: str) -> None:
+        """`begin_nested` tells the user how to begin a savepoint."""
         self._connection = connection
+        self._begin_nested = begin_nested
         self._root = connection.get_transaction()
         self._is_open = False
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
@@ -455,7 +461,7 @@ class ObservedTransaction:
         if transaction_status(self._connection) == _IN_ERROR:
             raise InvalidArgument(
                 "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
-                "tx.connection.begin_nested() or tx.session.begin_nested() around such a statement"
+                f"{self._begin_nested} around such a statement"
             )
 
 

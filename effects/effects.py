@@ -53,7 +53,7 @@ class Effects:
     `state`: keep a state for each stream. `max_transactions`: how many transactions run at a time; None: as many as the
     engine's pool has connections, and one for SQLite.
 
-    Raises InvalidArgument for another object than an engine, and for an AsyncConnection with more than one transaction;
+    Raises InvalidArgument for wrong arguments, and for an AsyncConnection with more than one transaction;
     NotSupported for another database.
     """
 
@@ -66,6 +66,8 @@ class Effects:
     ) -> None:
         self.database = database_of(engine)
         check_dialect(self.database.engine.dialect.name)
+        if state is not None and not isinstance(state, StreamState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise refused("state", state, "a StreamState, or None")
         if max_transactions is not None:
             check_integer("max_transactions", max_transactions, 1)
         self.state = state

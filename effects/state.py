@@ -52,7 +52,7 @@ class StreamState:
             except (TypeError, ValueError) as error:
                 raise InvalidArgument(f"tx.state cannot be encoded as JSON: {error}") from None
         if len(encoded) > self.max_bytes:
-            raise PayloadTooLarge("tx.state", len(encoded), self.max_bytes)
+            raise PayloadTooLarge("tx.state", len(encoded), self.max_bytes, "raise StreamState(max_bytes=...)")
         return encoded
 
     def decode(self, stored: bytes | None, version: int | None, expires_at_us: int | None, now_us: int) -> Any:

@@ -83,10 +83,10 @@ class PayloadTooLarge(InvalidArgument):
 
     code = "payload_too_large"
 
-    def __init__(self, what: str, size: int, limit: int) -> None:
-        super().__init__(
-            f"{what} has {size:,} bytes, the limit is {limit:,}: split it, or store it elsewhere and publish where"
-        )
+    def __init__(
+        self, what: str, size: int, limit: int, remedy: str = "split it, or store it elsewhere and publish where"
+    ) -> None:
+        super().__init__(f"{what} has {size:,} bytes, the limit is {limit:,}: {remedy}")
         self.size: int | None = size
         """`size` and `limit` are None if a silo raised the error; its message has them."""
         self.limit: int | None = limit

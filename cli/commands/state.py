@@ -12,6 +12,7 @@ import msgspec
 
 from ...effects import administration
 from ...effects.administration import StoredState
+from ...effects.state import MAX_STATE_BYTES
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
 from .help import CommandGroup
@@ -75,6 +76,13 @@ def show(*, url: str, origin: str | None, subscription: str, stream: str, as_jso
 @click.argument("value")
 @click.option("--bytes", "as_bytes", is_flag=True, help="VALUE is text that is stored as UTF-8, instead of JSON.")
 @click.option("--version", type=click.IntRange(min=1), help="Version of the state. Default: that of the former state.")
+@click.option(
+    "--max-bytes",
+    type=click.IntRange(min=1),
+    default=MAX_STATE_BYTES,
+    show_default=True,
+    help="The limit of the handler: StreamState(max_bytes=...).",
+)
 @json_option
 def set_(
     *,
@@ -85,6 +93,7 @@ def set_(
     value: str,
     as_bytes: bool,
     version: int | None,
+    max_bytes: int,
     as_json: bool,
 ) -> None:
     """Set the state of STREAM to VALUE, which is JSON. Handlers see it with their next event."""
@@ -96,11 +105,15 @@ def set_(
             raise InvalidArgument(f"VALUE is not JSON: {error}; give --bytes to store it as it is") from None
     with administration.opened(url) as connection:
         parsed = StreamId.parse(stream)
-        administration.set_state(connection, subscription, parsed, encoded, version=version, origin=origin)
+        known = administration.set_state(
+            connection, subscription, parsed, encoded, version=version, origin=origin, max_bytes=max_bytes
+        )
     if as_json:
         print_json({"set": stream})
     else:
         note(f"set: state of {stream}")
+    if not known:
+        note(f"no event of stream {stream} was applied yet: check its name, or delete the state")
 
 
 @command.command()

@@ -47,6 +47,21 @@ def test_missing_tables_wrong_urls_and_newer_tables_are_one_line(headrace: Headr
     assert "upgrade headrace" in headrace("effects", "migrate", "sqlite:///user.db").err
 
 
+def test_a_state_that_no_handler_would_see_is_refused_or_noted(headrace: Headrace, tmp_path: Path):
+    at = ("--database", "sqlite:///user.db")
+    headrace("effects", "migrate", "sqlite:///user.db")
+    assert "no rows in this database: check its name" in headrace("state", "set", *at, "billing", "orders/42", "1").err
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute(ROW.format("""X'7b7d'"""))
+    large = f'"{"x" * 70_000}"'
+    refused = headrace("state", "set", *at, "billing", "orders/42", large)
+    assert (refused.code, "the limit is 65,536: give --max-bytes" in refused.err) == (1, True)
+    kept = headrace("state", "set", *at, "--max-bytes", "100000", "billing", "orders/42", large)
+    assert (kept.code, "no event" in kept.err) == (0, False)
+    unknown = headrace("state", "set", *at, "billing", "orders/nosuch", "1")
+    assert (unknown.code, "no event of stream orders/nosuch was applied yet" in unknown.err) == (0, True)
+
+
 def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Path):
     at = ("--database", "sqlite:///user.db")
     headrace("effects", "migrate", "sqlite:///user.db")

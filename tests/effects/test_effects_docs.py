@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 from httpx import ASGITransport, AsyncClient
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
-from headrace import Client, Outbox, StreamId
+from headrace import Client, Event, EventBatch, Outbox, StreamId, Transaction
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, close, user_database
 from tests.effects.test_django import in_django
+from tests.effects.test_transactional_handlers import batch_at, event_at, in_scope
 from tests.silo.services.calling import opened
 
 migrations: Any = import_module("django.db.migrations")
@@ -72,6 +76,34 @@ async def test_the_pattern_with_django(schema_url: Callable[[], str]):
 
         await asyncio.to_thread(in_django, database.url, work)
         assert database.rows(PURCHASES) == [("a",)]
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_the_examples_of_errors_that_a_handler_catches(kind: str, schema_url: Callable[[], str]):
+    names = {"text": text, "IntegrityError": IntegrityError, "Session": Session, "suppress": suppress}
+    examples = ["def add_customer"] if kind == "psycopg" else ["def add_customer", "tx.connection.begin_nested()"]
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        for containing in examples * 2:
+            lines = "".join(f"    {line}\n" for line in example(containing).splitlines())
+            await executed(f"async def run(tx, key):\n{lines}", **names)["run"](tx, "42")
+
+    async with user_database(kind, "", schema_url) as database:
+        database.execute("CREATE TABLE customer (id TEXT PRIMARY KEY)")
+        effects, _ = in_scope(database, handle)
+        await effects.call(event_at(5))
+        assert database.rows("SELECT id FROM customer") == [("42",)]
+
+
+async def test_the_example_of_a_handler_of_batches(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        database.execute("CREATE TABLE account (id TEXT, balance INTEGER)")
+        database.execute("INSERT INTO account VALUES ('42', 10)")
+        body = example("batch: EventBatch").partition("\n")[2]
+        scope = executed(body, text=text, EventBatch=EventBatch, Transaction=Transaction)
+        effects, _ = in_scope(database, scope["billing"], batch=True)
+        await effects.call(batch_at(5, 3))
+        assert database.rows("SELECT balance FROM account") == [(7,)]
 
 
 async def test_the_example_of_a_consumer_applies_a_batch(tmp_path: Path, schema_url: Callable[[], str]):

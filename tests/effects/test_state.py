@@ -202,7 +202,9 @@ async def test_a_state_of_bytes(async_database: UserDatabase):
     effects, _ = in_scope(async_database, append, state=StreamState(format="bytes", max_bytes=4))
     await effects.call(event_at(5))
     await effects.call(event_at(6))
-    with pytest.raises(PayloadTooLarge, match=r"tx\.state has 6 bytes, the limit is 4"):
+    with pytest.raises(
+        PayloadTooLarge, match=r"tx\.state has 6 bytes, the limit is 4: raise StreamState\(max_bytes=\.\.\.\)"
+    ):
         await effects.call(event_at(7))
     assert states(async_database) == [b"\0\xff\0\xff"]
 
@@ -219,6 +221,8 @@ async def test_wrong_states_are_refused(async_database: UserDatabase):
     without, _ = in_scope(async_database, assign)
     with pytest.raises(NotSupported, match="state=StreamState"):
         await without.call(event_at(5))
+    with pytest.raises(InvalidArgument, match="a StreamState, or None"):
+        Effects(async_database.engine, state=True)  # pyright: ignore[reportArgumentType]
     for wrong in ({"format": "xml"}, {"max_bytes": 0}, {"version": 0}, {"ttl": timedelta()}):
         with pytest.raises(InvalidArgument):
             StreamState(**wrong)  # pyright: ignore[reportArgumentType]

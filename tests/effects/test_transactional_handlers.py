@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
@@ -447,6 +448,21 @@ async def test_a_connection_has_one_transaction_at_a_time(async_database: UserDa
         released.set()
         await asyncio.gather(handler, check)
     assert async_database.log() == ["42@5"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("psycopg", r"in a function that tx\.run\(\)"), ("psycopg-async", r"tx\.connection\.begin_nested")],
+)
+async def test_the_advice_after_a_caught_error_works(kind: str, advice: str, schema_url: Callable[[], str]):
+    async def catch(event: Event, tx: Transaction) -> None:
+        with suppress(DBAPIError):
+            await tx.execute(text("SELECT 1 / 0"))
+
+    async with user_database(kind, "", schema_url) as database:
+        effects, _ = in_scope(database, catch)
+        with pytest.raises(InvalidArgument, match=advice):
+            await effects.call(event_at(5))
 
 
 def test_other_objects_than_engines_are_refused():
