@@ -262,7 +262,8 @@ class Provider(MeasuredProvider):
         if declared.effects is not None and len(self.queues_with(_SOME_STREAM)) > 1:
             raise NotSupported(
                 f"subscription {declared.definition.name!r}: effects need one queue for each stream, and any queue of "
-                f"provider {self.name!r} may have events of a stream; declare how its producers choose the queue"
+                f"provider {self.name!r} may have events of a stream; say in the option "
+                "`partitioner` how its producers choose the queue"
             )
         await self.serve(declared.definition, await _service(declared, self._parts, self.codecs))
         return LocalSubscription(self, declared)

@@ -129,8 +129,8 @@ class RawFormat:
         self._misplaced = True
         log.error(
             "queue %d, offset %d: a record of %s is here, and %s expects it in queue %d: its producer partitions in "
-            "another way, so subscriptions to one stream miss events; create the provider anew with "
-            "partitioner = 'any'",
+            "another way, so subscriptions to one stream miss events, and those with effects give up on them; create "
+            "the provider anew with the partitioner of its producers, or with partitioner = 'any'",
             partition, offset, stream, self._mapper.name, self._mapper.queue_of(stream),
         )  # fmt: skip
 
