@@ -304,12 +304,17 @@ class GrpcResponseCall:
 
     async def _failure(self, error: BaseException) -> BaseException:
         """The error of a call that has ended. After `cancel`, grpc raises CancelledError in the waiting task."""
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             return error
         code = await self._call.code()
         metadata = await self._call.trailing_metadata()
         return self._transport.failed(self._index, code, await self._call.details() or "", metadata)
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task is being cancelled. If not, grpc raised CancelledError because the channel is closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class GrpcStreamCall(GrpcResponseCall, StreamCall):
@@ -481,7 +486,9 @@ class GrpcTransport(Transport):
             failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
         except asyncio.CancelledError:
             self._has_cancelled_calls = True
-            raise
+            if _is_cancelled():
+                raise
+            failure = self.closed_error()
         raise failure
 
     async def health_metadata(self, index: int, timeout_s: float) -> Mapping[str, str | bytes]:
@@ -496,7 +503,9 @@ class GrpcTransport(Transport):
             failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
         except asyncio.CancelledError:
             self._has_cancelled_calls = True
-            raise
+            if _is_cancelled():
+                raise
+            failure = self.closed_error()
         if isinstance(failure, Unavailable | Closed):
             raise failure
         return {}

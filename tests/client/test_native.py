@@ -15,7 +15,7 @@ from google.protobuf import empty_pb2
 from hypothesis import given
 from hypothesis import strategies as some
 
-from headrace import Client, StreamId, Unavailable
+from headrace import Client, Closed, StreamId, Unavailable
 from headrace.client.connection import GrpcTransport, Tls
 from headrace.client.native import NativeTransport
 from headrace.client.packets import ANNOUNCED, HEAD, PacketConnection, PacketHead, PacketKind
@@ -118,6 +118,24 @@ async def test_a_silo_without_a_native_port_is_called_over_grpc():
         call = transport.stream("TestService/Peers")
         await call.send(b"")
         assert await call.receive() is not None
+
+
+async def test_a_call_that_waits_while_its_transport_is_closed_fails_and_is_not_cancelled():
+    """A silo closes its connection to another silo that is declared dead, while calls of clients wait for it."""
+    began = asyncio.Event()
+
+    async def endless(call: ServiceCall, request: bytes) -> bytes:
+        began.set()
+        await asyncio.Event().wait()
+        return b""
+
+    method = ServiceMethod("headrace.v1.TestService/Endless", MethodKind.UNARY, endless)
+    async with offering(method, native=False, drain_s=0.05) as server, calling(server.address) as transport:
+        call = asyncio.create_task(transport.unary("TestService/Endless", b"", timeout_s=10))
+        await began.wait()
+        await transport.aclose()
+        with pytest.raises(Closed):
+            await call
 
 
 async def test_a_port_that_cannot_be_reached_is_no_error(free_port: int, caplog: pytest.LogCaptureFixture):
