@@ -292,6 +292,11 @@ class PullingAgent:
             [(d.statistics(), name in self.catch_ups.running) for name, d in self.deliveries.items()],
         )
 
+    def is_catching_up(self, name: str) -> bool:
+        """Whether the main feed does not bring a subscription's next events, because it is further behind."""
+        delivery = self.deliveries.get(name)
+        return self.main is not None and delivery is not None and delivery.progress.feed is not self.main
+
     def _pacemaker(self, main: Feed) -> str:
         """Return the reason why a full cache is not emptied: the delivery that holds its oldest batches."""
         progress = min((each.progress for each in main.deliveries), key=lambda one: one.watermark, default=None)
@@ -299,6 +304,17 @@ class PullingAgent:
             return "it is being emptied"
         name = next(name for name, each in self.deliveries.items() if each.progress is progress)
         return f"subscription {name!r} sets the pace, from offset {progress.watermark} on"
+
+    def fault_of(self, name: str) -> str:
+        """Return the error that stops reading for a subscription at present; "" without one. A subscription that this
+        process does not serve has the errors of the main feed."""
+        main, delivery, catch_up = self.main, self.deliveries.get(name), self.catch_ups.running.get(name)
+        faults = [self._fault, "" if catch_up is None else catch_up.fault]
+        if main is not None and (delivery is None or delivery.progress.feed is main):
+            faults.append(main.fault)
+        if delivery is not None and delivery.progress.damage is not None:
+            faults.append(str(delivery.progress.damage))
+        return next(filter(None, faults), "")
 
     def _state(self) -> tuple[str, str]:
         main = self.main

@@ -109,7 +109,7 @@ class SubscriptionFacts:
     """Seconds since the handler began, or since the last acknowledgement of the consumer."""
     workers_full: bool = False
     catch_up: bool = False
-    """Parked: a catch-up reads for it."""
+    """A catch-up reads for the stream."""
     gap: str = ""
     """A gap record that covers the event; "" without one."""
     dead_letter: str = ""
@@ -167,8 +167,16 @@ def _agent(facts: WhyFacts) -> _Found:
     queue = facts.queue
     if queue.damage:
         yield "corrupt_record", queue.damage
-    if queue.agent in (AgentState.STOPPED, AgentState.FAULTED):
+    if queue.agent is AgentState.STOPPED or (queue.agent is AgentState.FAULTED and _has_to_be_read(facts)):
         yield f"agent_{queue.agent.value}", f"queue {queue.queue}: {queue.agent_reason or queue.agent.value}"
+
+
+def _has_to_be_read(facts: WhyFacts) -> bool:
+    """Whether the next event is in no cache, as far as it is known."""
+    one, last = facts.subscription, facts.stream_facts.last
+    if one is None or one.position is not None:
+        return one is None or one.position is Position.PARKED
+    return last is None or last < 0 or _has_more(facts)
 
 
 def _subscribed(facts: WhyFacts) -> _Found:
@@ -211,7 +219,7 @@ def _standing(facts: WhyFacts) -> _Found:
         limit = "" if one.max_attempts is None else f" of {one.max_attempts}"
         when = "" if one.next_in_s is None else f", the next in {one.next_in_s:.1f} s"
         yield "stream_retrying", f"attempt {one.attempts}{limit} failed{when}: {one.reason}"
-    if one.position is Position.PARKED:
+    if one.position is Position.PARKED or (one.catch_up and _is_behind(facts)):
         reads = "reads" if one.catch_up else "waits for a catch-up to read"
         yield "catching_up", f"subscription {one.name!r} {reads} queue {facts.queue.queue} again"
     if one.position is Position.RUNNING:
@@ -222,7 +230,7 @@ def _standing(facts: WhyFacts) -> _Found:
         elif one.held_by:
             yield "consumer_silent", f"consumer {one.held_by!r}, no acknowledgement{since}"
         else:
-            yield "handler_running", f"it has run{since}" if since else "it runs"
+            yield "handler_running", f"the handler of subscription {one.name!r} runs{since}"
 
 
 def _consumers(facts: WhyFacts) -> _Found:
@@ -236,8 +244,8 @@ def _consumers(facts: WhyFacts) -> _Found:
         yield "not_served", f"subscription {one.name!r} has no handler and no consumer"
     elif one.served and not one.handler and _has_more(facts):
         yield from _idle(facts, one)
-    if one.handler and one.workers_full and one.position is Position.READY:
-        yield "concurrency_full", "all workers are in use"
+    if one.handler and one.workers_full and (one.position is Position.READY or _is_behind(facts)):
+        yield "concurrency_full", f"all workers of subscription {one.name!r} are in use"
 
 
 def _idle(facts: WhyFacts, one: SubscriptionFacts) -> _Found:
@@ -262,9 +270,14 @@ def _has_more(facts: WhyFacts) -> bool:
     return last is not None and one.next_offset is not None and one.next_offset <= last
 
 
+def _is_behind(facts: WhyFacts) -> bool:
+    """Whether the subscription has not come to the stream's next event."""
+    return facts.subscription is not None and facts.subscription.position is None and _has_more(facts)
+
+
 def _cache(facts: WhyFacts) -> _Found:
     one = facts.subscription
-    if one is not None and one.matches and one.position is None and facts.queue.pressure and _has_more(facts):
+    if one is not None and one.matches and facts.queue.pressure and _is_behind(facts):
         yield "throttled", f"the oldest events are held by {_list(facts.queue.holders) or 'unknown streams'}"
 
 

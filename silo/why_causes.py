@@ -48,6 +48,9 @@ CAUSES: dict[str, CauseText] = {
         "The pattern of the subscription does not match the stream.",
         "Check namespace and key, or create a subscription with a matching pattern.",
     ),
+    "retained_away": CauseText(
+        "Events of the queue were removed before the subscription got them.", "Raise the retention of the queue."
+    ),
     "no_such_stream": CauseText(
         "The queue has no event of the stream; events that are not due yet do not count.",
         "Check namespace and key, look for errors at the publisher, and for delayed events in `headrace queues`.",
@@ -91,7 +94,7 @@ CAUSES: dict[str, CauseText] = {
         "No consumer has granted enough credit.", "Let the consumers finish their events, or attach more consumers."
     ),
     "catching_up": CauseText(
-        "The stream left the cache; a catch-up reads its events again.", "Wait until the catch-up is at the event."
+        "The stream is behind the cache; a catch-up reads its events again.", "Wait until the catch-up is at the event."
     ),
     "concurrency_full": CauseText(
         "All workers of the subscription are in use; the stream waits for one.",
@@ -104,9 +107,6 @@ CAUSES: dict[str, CauseText] = {
     "dead_lettered": CauseText(
         "The last event was given up on, and is kept as a dead letter.",
         "Look at it with `headrace deadletters show`, then redrive or delete it.",
-    ),
-    "retained_away": CauseText(
-        "Events of the queue were removed before the subscription got them.", "Raise the retention of the queue."
     ),
     "nothing_pending": CauseText(
         "The subscription needs no stored event of the stream: each is finished, filtered or before its start.",

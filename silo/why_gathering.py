@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..adapters import Bounds
 from ..agents import Group, HandlerService, PullingAgent, ServedSubscription
 from ..agents.cursor import CursorState, StreamCursor
 from ..agents.delivery.delivery import Delivery
@@ -33,9 +34,20 @@ STORE_S = 0.3
 """Time that the control store has for all answers, in seconds."""
 READ_S = 0.3
 """Time to look for events of the stream in its queue, in seconds."""
+SHORT_READ_S = 0.1
+"""The same if the control store did not answer: its time is used up, and the queue may be in the same database."""
 PIECE_EVENTS, PIECE_BYTES = 10_000, 1 << 20
 WINDOW = 4096
 """Offsets that are read together, from the end backwards."""
+
+
+class VisibleSubscriptions(NamedTuple):
+    """The subscriptions that a caller may see, as far as they are known."""
+
+    definitions: Sequence[SubscriptionDefinition]
+    error: str
+    """The error of the control store; "" if it answered. Otherwise only subscriptions that this process serves are
+    known."""
 
 
 class StreamExplanation(NamedTuple):
@@ -52,23 +64,25 @@ async def explain_stream(
     name: str = "",
     *,
     is_visible: Callable[[SubscriptionDefinition], bool] = lambda _: True,
+    visible: VisibleSubscriptions | None = None,
     queue: StreamQueueFacts | None = None,
     is_asked: bool = True,
 ) -> list[StreamExplanation]:
     """Explain a stream for the subscription `name`, or for each that matches it.
 
-    Only subscriptions that are visible are named. `queue` has the facts about an owner in another process; None: this
-    process has the queue. `is_asked`: this process is the one that may serve the subscriptions.
+    Only subscriptions that are visible are named; a caller that has looked them up gives them as `visible`. `queue` has
+    the facts about an owner in another process; None: this process has the queue. `is_asked`: this process is the one
+    that may serve the subscriptions.
     """
     index = provider.queues_with(stream)[0]
-    visible, error = await visible_subscriptions(provider, is_visible)
-    chosen = chosen_of(visible, stream, name)
+    definitions, error = visible or await visible_subscriptions(provider, is_visible)
+    chosen = chosen_of(definitions, stream, name)
     facts = WhyFacts(
         stream=str(stream),
         stream_facts=StreamFacts(),
         queue=queue or _queue(provider, index),
         asked_for=name,
-        patterns=[one.selector.pattern for one in visible],
+        patterns=[one.selector.pattern for one in definitions],
         store_error=error,
         is_asked=is_asked,
     )
@@ -87,19 +101,19 @@ def chosen_of(
 
 async def visible_subscriptions(
     provider: ProviderCore, is_visible: Callable[[SubscriptionDefinition], bool]
-) -> tuple[list[SubscriptionDefinition], str]:
-    """Return the subscriptions that are visible, and the error of the store. If the store fails, only subscriptions
-    that this process serves are returned."""
+) -> VisibleSubscriptions:
+    """Look up the subscriptions for which `is_visible` is true."""
     try:
         async with asyncio.timeout(STORE_S):
             stored = await provider.store.subscriptions(provider.name)
-            return [one for one in stored if is_visible(one) and not is_consumers_position(one)], ""
+            chosen = [one for one in stored if is_visible(one) and not is_consumers_position(one)]
+            return VisibleSubscriptions(chosen, "")
     except TimeoutError:
         error = f"no answer within {STORE_S:g} s"
     except HeadraceError as failure:
         error = str(failure)
     served = [one.definition for name, one in provider.manager.served.items() if CONSUMER_SEPARATOR not in name]
-    return [one for one in served if is_visible(one)], error
+    return VisibleSubscriptions([one for one in served if is_visible(one)], error)
 
 
 def _queue(provider: ProviderCore, index: int) -> StreamQueueFacts:
@@ -109,18 +123,14 @@ def _queue(provider: ProviderCore, index: int) -> StreamQueueFacts:
         return StreamQueueFacts(queue=index)
     if index in provider.manager.stopped:
         return StreamQueueFacts(queue=index, has_lease=True, agent=AgentState.STOPPED)
-    agent = next((each for each in provider.manager.agents if each.queue == index), None)
-    if agent is None:
-        return StreamQueueFacts(queue=index, has_lease=True)
-    statistics = agent.statistics()
-    state = AgentState.FAULTED if statistics.state == "faulted" else AgentState.RUNNING
+    agent = provider.manager.agents[index]
+    pressure = agent.statistics().cache.pressure
     return StreamQueueFacts(
         queue=index,
         has_lease=True,
-        agent=state,
-        agent_reason=statistics.reason,
-        pressure=statistics.cache.pressure,
-        holders=_holders(agent, provider) if statistics.cache.pressure else (),
+        agent=AgentState.RUNNING,
+        pressure=pressure,
+        holders=_holders(agent, provider) if pressure else (),
     )
 
 
@@ -157,6 +167,12 @@ class _Gathering:
             max_attempts=self._definition.retry.max_attempts,
         )
         facts = self._facts
+        if facts.queue.agent is AgentState.RUNNING:
+            agent = self._provider.manager.agents[self._index]
+            name = self._definition.name if delivery is None else delivery.name
+            if fault := agent.fault_of(name):
+                facts = replace(facts, queue=replace(facts.queue, agent=AgentState.FAULTED, agent_reason=fault))
+            found = replace(found, catch_up=agent.is_catching_up(name))
         if one is not None:
             found = _with_consumers(found, one, self._index)
         elif facts.queue.has_lease and facts.queue.agent is not None:
@@ -191,39 +207,48 @@ class _Gathering:
         adapter = self._provider.adapter
         if one.position is not None or not adapter.capabilities.rewindable:
             return facts
+        bounds, damage = None, ""
+        limit_s = SHORT_READ_S if facts.store_error else READ_S
         try:
-            async with asyncio.timeout(READ_S):
-                last = await self._last(one.next_offset)
+            async with asyncio.timeout(limit_s):
+                bounds = await adapter.bounds(self._index)
+                last = await self._last(bounds, one.next_offset)
+                if facts.queue.agent is AgentState.FAULTED and one.next_offset is not None:
+                    damage = await fault_at(adapter, self._index, [Checkpoint(one.next_offset)])
+        except CorruptRecord as found:
+            return replace(facts, queue=replace(facts.queue, damage=str(found)))
         except TimeoutError:
-            return facts
-        except CorruptRecord as damage:
-            return replace(facts, queue=replace(facts.queue, damage=str(damage)))
-        except HeadraceError:
-            return facts
-        damage = ""
-        if facts.queue.agent is AgentState.FAULTED and one.next_offset is not None:
-            damage = await fault_at(adapter, self._index, [Checkpoint(one.next_offset)])
+            return facts if bounds is not None else _without_answer(facts, f"it does not answer within {limit_s:g} s")
+        except HeadraceError as error:
+            return facts if bounds is not None else _without_answer(facts, str(error))
         stream_facts, queue = replace(facts.stream_facts, last=last), replace(facts.queue, damage=damage)
         return replace(facts, stream_facts=stream_facts, queue=queue)
 
-    async def _last(self, position: int | None) -> int:
-        """Offset of a batch of the stream from `position` on, else of its last one, else -1."""
-        first, end = await self._provider.adapter.bounds(self._index)
+    async def _last(self, bounds: Bounds, position: int | None) -> int | None:
+        """Offset of a batch of the stream from `position` on, else of its last one, else -1. None: it may be in a
+        damaged record below the position."""
+        first, end = bounds
         start = first if position is None else max(first, position)
-        if (found := await self._search(start, end)) >= 0:
-            return found
-        while start > first:
+        found, damage = await self._search(start, end)
+        if damage is not None:
+            raise damage
+        is_whole = True
+        while found < 0 and start > first:
             start, stop = max(first, start - WINDOW), start
-            if (found := await self._search(start, stop)) >= 0:
-                return found
-        return -1
+            found, damage = await self._search(start, stop)
+            while damage is not None and damage.next_offset is not None and damage.next_offset < stop:
+                is_whole = False
+                later, damage = await self._search(damage.next_offset, stop)
+                found = max(found, later)
+            is_whole = is_whole and damage is None
+        return found if found >= 0 or is_whole else None
 
-    async def _search(self, start: int, end: int) -> int:
-        """Offset of the last batch of the stream in a range, -1 without one."""
-        if start >= end:
-            return -1
-        receiver = await self._provider.adapter.open_receiver(self._index, start)
+    async def _search(self, start: int, end: int) -> tuple[int, CorruptRecord | None]:
+        """Offset of the last batch of the stream in a range, -1 without one; and the damage that ended the search."""
         found = -1
+        if start >= end:
+            return found, None
+        receiver = await self._provider.adapter.open_receiver(self._index, start)
         try:
             while start < end:
                 received = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
@@ -233,9 +258,11 @@ class _Gathering:
                 for batch in received.batches:
                     if batch.stream == self._stream and batch.offset < end:
                         found = batch.offset
+        except CorruptRecord as damage:
+            return found, damage
         finally:
             await receiver.aclose()
-        return found
+        return found, None
 
     async def _with_left_behind(self, one: SubscriptionFacts, last: int | None) -> SubscriptionFacts:
         """Add the dead letter of the stream's last event, and a gap record from the subscription's position on."""
@@ -259,6 +286,13 @@ class _Gathering:
         return one
 
 
+def _without_answer(facts: WhyFacts, reason: str) -> WhyFacts:
+    """The queue cannot be read now. If its agent reads here, the agent has met the fault or will meet it."""
+    if facts.queue.agent is not AgentState.RUNNING:
+        return facts
+    return replace(facts, queue=replace(facts.queue, agent=AgentState.FAULTED, agent_reason=reason))
+
+
 def _with_consumers(found: SubscriptionFacts, one: ServedSubscription, queue: int) -> SubscriptionFacts:
     held = one.gate.held
     delivery = one.deliveries.get(queue)
@@ -273,7 +307,7 @@ def _with_consumers(found: SubscriptionFacts, one: ServedSubscription, queue: in
         ConsumerFacts(
             id=each.id,
             connected=each.connected,
-            has_credit=bool(each.credit_events and each.credit_bytes and not each.needed_bytes),
+            has_credit=each.credit_events > 0 and each.credit_bytes > 0 and not each.needed_bytes,
             blocked=each.blocked,
         )
         for each in members

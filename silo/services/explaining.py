@@ -48,10 +48,23 @@ async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStr
     stream = StreamId(request.stream.namespace, request.stream.key)
     if not call.principal.allows(Permission.MANAGE, stream.namespace):
         call.principal.require(Permission.SUBSCRIBE, stream.namespace)
+    name = request.provider or "default"
+    if name not in silo.providers and _is_left_alone(silo.clustered_silo, name):
+        call.principal.require_somewhere(*TO_KNOW)
+        found = [StreamExplanation("", [Cause("no_silo_for_provider", f"0 living silos serve provider {name!r}")])]
+        return pb.ExplainStreamResponse(explanations=[_message(one, everything=True) for one in found])
     provider = provider_of(call, silo.providers, request.provider, TO_KNOW)
     found = await _explanations(silo, call, provider, stream, request.subscription)
     everything = sees_everything(call.principal)
     return pb.ExplainStreamResponse(explanations=[_message(one, everything=everything) for one in found])
+
+
+def _is_left_alone(clustered_silo: ClusteredSilo | None, provider: str) -> bool:
+    """Whether the cluster has queues of a provider that no living silo serves."""
+    view = None if clustered_silo is None else clustered_silo.view
+    if view is None or not any(lease.provider == provider for lease in view.leases):
+        return False
+    return not any(one.state in LIVING and provider in one.serves for one in view.silos)
 
 
 def _message(explanation: StreamExplanation, *, everything: bool) -> pb.StreamExplanation:
@@ -77,10 +90,11 @@ async def _explanations(
         return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
     index = provider.queues_with(stream)[0]
     queue, owner = _owner(clustered_silo, provider.name, index)
-    if owner == clustered_silo.name:
+    is_here = index in (provider.manager.leases or ())  # the view is older than a lease that has just begun
+    if is_here or owner == clustered_silo.name:
         return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
-    visible, _ = await visible_subscriptions(provider, is_visible)
-    chosen = chosen_of(visible, stream, name)[:MOST]
+    visible = await visible_subscriptions(provider, is_visible)
+    chosen = chosen_of(visible.definitions, stream, name)[:MOST]
     if chosen and owner and queue.owner_state is OwnerState.LIVING:
         try:
             async with asyncio.timeout(OWNER_S):
@@ -89,7 +103,7 @@ async def _explanations(
         except (TimeoutError, HeadraceError) as error:
             log.info("silo %r did not explain stream %s: %s", owner, stream, error)
             queue = replace(queue, owner_state=OwnerState.UNREACHABLE)
-    return (await explain_stream(provider, stream, name, is_visible=is_visible, queue=queue))[:MOST]
+    return (await explain_stream(provider, stream, name, visible=visible, queue=queue))[:MOST]
 
 
 async def _ask(

@@ -128,6 +128,25 @@ def test_missing_subscription_is_not_claimed_while_the_store_does_not_answer() -
     assert codes(facts(subscription=None, asked_for="billing", store_error="timed out")) == ["store_unreachable"]
 
 
+def test_an_agent_that_cannot_read_does_not_stop_an_event_that_was_read() -> None:
+    faulted: dict[str, Any] = {"agent": AgentState.FAULTED, "agent_reason": "disk"}
+    assert codes(facts(queue=faulted, of={"position": Position.RUNNING, "handler": True})) == ["handler_running"]
+    assert codes(facts(queue=faulted, of={"next_offset": 8})) == ["nothing_pending"]
+    assert codes(facts(queue=faulted, of={"position": Position.PARKED}))[0] == "agent_faulted"
+
+
+@pytest.mark.parametrize(
+    ("of", "code"),
+    [({"handler": True, "workers_full": True}, "concurrency_full"), ({"catch_up": True}, "catching_up")],
+)
+def test_a_subscription_that_has_not_come_to_the_event_is_named_with_its_reason(of: dict[str, Any], code: str) -> None:
+    assert codes(facts(of={"position": None, **of})) == [code]
+
+
+def test_removed_events_are_named_before_the_stream_that_is_empty_without_them() -> None:
+    assert codes(facts(stream={"last": -1}, of={"gap": "offsets 0 to 4"})) == ["retained_away", "no_such_stream"]
+
+
 def test_the_documents_have_the_table_of_all_causes() -> None:
     rows = [f"| `{code}` | {text.meaning} | {text.remedy} |" for code, text in CAUSES.items()]
     document = Path("docs/why.md").read_text(encoding="utf-8").splitlines()
