@@ -271,11 +271,11 @@ class _Gathering:
             return one
         try:
             async with asyncio.timeout(STORE_S):
-                letters = await store.dead_letters(provider, one.name, limit=1000)
+                letters = await store.dead_letters_at(provider, one.name, self._index, last) if last >= 0 else []
                 gaps = await store.gaps(provider, one.name)
         except (TimeoutError, HeadraceError):
             return one
-        letter = next((each for each in letters if each.stream == self._stream and each.token.offset == last), None)
+        letter = next((each for each in letters if each.stream == self._stream), None)
         gap = next((each for each in gaps if each.queue == self._index and each.stream in (None, self._stream)), None)
         if letter is not None:
             redrive = ", a redrive is requested" if letter.redrive else ""

@@ -50,6 +50,15 @@ class DeadLetterStore(StorePart):
         chosen = and_(of_subscription(dead_letters, provider, subscription), dead_letters.c.id > after_id)
         return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
 
+    async def dead_letters_at(
+        self, provider: str, subscription: str, queue: int, offset: int, *, limit: int = 100
+    ) -> list[DeadLetter]:
+        """Return the first `limit` dead letters of the batch at an offset, in the order of ids. Damaged ones are logged
+        and left out."""
+        place = and_(dead_letters.c.queue == queue, dead_letters.c.token_offset == offset)
+        chosen = and_(of_subscription(dead_letters, provider, subscription), place)
+        return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
+
     async def dead_letter(self, letter_id: int) -> DeadLetter:
         """Return the dead letter with this id. Raises NotFound, and DataDirectoryError if it is damaged."""
         return await self._database.read(_dead_letter, letter_id)

@@ -13,7 +13,8 @@ from headrace.proto.v1 import observation_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.why_gathering import explain_stream
-from headrace.streams.subscriptions import Selector, SubscriptionDefinition
+from headrace.streams.identity import SequenceToken
+from headrace.streams.subscriptions import DeadLetter, Selector, SubscriptionDefinition
 from tests.silo.clusters import clustered, queues
 from tests.silo.services.calling import Allowed, Caller, Refused, batch, connecting, make_tokens, opened
 
@@ -82,6 +83,16 @@ async def test_a_handler_that_does_not_end_is_named(tmp_path: Path) -> None:
 async def test_a_dead_letter_is_named_with_its_reason(tmp_path: Path) -> None:
     async with Provider.open(tmp_path, queues=1) as provider:
         await provider.subscribe("s", "shop/*", fail, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        assert "no such customer" in await evidence(provider, "dead_lettered")
+
+
+async def test_a_dead_letter_is_found_behind_many_others(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", fail, retry=ONCE)
+        other, at = StreamId("shop", "other"), SequenceToken
+        others = [DeadLetter(0, "default", "s", 0, other, at(9, n), b"", {}, None, 0, "x", 1, 0) for n in range(1100)]
+        await provider.store.add_dead_letters(others, None)
         await provider.publish(STREAM, b"x")
         assert "no such customer" in await evidence(provider, "dead_lettered")
 
