@@ -79,6 +79,7 @@ LONGEST = (
     "tests/effects/test_bank_kills.py",
     "tests/silo/test_conformance_delays.py",
     "tests/silo/test_delays.py",
+    "tests/faults/test_why_injected.py",
     "tests/adapters/redis/test_redis_provider.py",
     "tests/adapters/redis/test_redis_faults.py",
     "tests/store/test_store_failures.py",
