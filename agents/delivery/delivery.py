@@ -24,7 +24,7 @@ from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cache import CacheEntry
 from ..counts import DeliveryCounts
-from ..cursor import PARKED, RUNNING, CursorState, StreamCursor
+from ..cursor import RUNNING, StreamCursor
 from .breaker import Gate
 from .checkpoint_pacer import CheckpointPacer, UnsavedProgress
 from .confirmations import ReportMark
@@ -209,13 +209,14 @@ class Delivery(ABC):
         return ()
 
     def statistics(self) -> DeliveryStatistics:
-        states = [c.state for c in self.progress.cursors.values()]
+        """The present state. Its time does not depend on the number of cursors, unless they are paused."""
+        progress, states = self.progress, self.progress.states
         return DeliveryStatistics(
             self.name,
-            states.count(RUNNING),
-            len(self.progress.ready),
-            states.count(CursorState.WAITING),
-            states.count(PARKED),
-            states.count(CursorState.PAUSED),
-            self.progress.watermark,
+            states.running,
+            len(progress.ready),
+            states.waiting,
+            states.parked,
+            len(states.paused),
+            progress.shown_watermark,
         )

@@ -15,6 +15,7 @@ from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint
 from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, READY, RUNNING, StreamCursor
+from .oldest_offsets import OldestOffsets
 from .stream_cursors import StreamCursors
 
 LOOK_AHEAD = 4
@@ -55,6 +56,17 @@ class OfferedStreams(StreamCursors):
         self._takes = 0
         """Number of cursors to be taken before the next streams get theirs."""
         self._selects = selects
+        self.oldest = OldestOffsets(self._cursors, self._needed_offset)
+
+    def unpause(self, stream: StreamId) -> bool:
+        if not super().unpause(stream):
+            return False
+        if (cursor := self._cursors.get(stream)) is not None:
+            self.oldest.new.append(cursor)
+        return True
+
+    def _needed_offset(self, cursor: StreamCursor) -> int:
+        return self.needed(cursor).offset
 
     @property
     def position(self) -> int:
@@ -93,6 +105,7 @@ class OfferedStreams(StreamCursors):
                     self._look_on()
             if cursor.state is READY:
                 cursor.state = RUNNING
+                self.states.running += 1
                 return cursor
         return None
 
@@ -117,6 +130,7 @@ class OfferedStreams(StreamCursors):
     def _look(self, entry: CacheEntry | None, most: int) -> None:
         """Look at the batches from `entry` on. Stop at a stream without a cursor when `most` cursors are ready."""
         cursors, ready, selects, feed, base = self._cursors, self._ready, self._selects, self.feed, self.base
+        new = self.oldest.new
         self._takes = LOOK_AHEAD
         assert feed is not None
         while entry is not None:
@@ -129,6 +143,7 @@ class OfferedStreams(StreamCursors):
                         break
                     cursors[stream] = cursor = StreamCursor(stream, feed, entry)
                     ready.append(cursor)
+                    new.append(cursor)
             elif cursor.state is PARKED and cursor.feed is feed:
                 self.unpark(cursor, feed, entry)
             entry = entry.successor
@@ -175,5 +190,6 @@ class OfferedStreams(StreamCursors):
         if cursor.done is not None and max(cursor.done) >= position:
             return False
         del self._cursors[cursor.stream]  # its next batch starts a new one
+        self.states.leave(cursor)
         self.touch()
         return True

@@ -33,9 +33,15 @@ class DeliveryProgress(OfferedStreams):
 
     @property
     def awaited(self) -> int:
-        """The lowest offset still needed, without streams that are paused: these wait for somebody to resume them."""
-        live = (c for c in self._cursors.values() if c.state is not CursorState.PAUSED)
-        return min(min((self.needed(c).offset for c in live), default=self.position), self.position)
+        """The lowest offset still needed, without streams that are paused: these wait for somebody to resume them. For
+        people: it takes no look at all cursors."""
+        lowest = self.oldest.lowest()
+        return self.position if lowest is None else min(lowest, self.position)
+
+    @property
+    def shown_watermark(self) -> int:
+        """`watermark` for people: it takes no look at cursors but those that are paused."""
+        return min([self.awaited, *(self.needed(cursor).offset for cursor in self.states.paused.values())])
 
     def reached(self, offset: int) -> bool:
         """Whether every event below `offset` is done. Paused streams do not count."""

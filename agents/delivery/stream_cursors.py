@@ -19,6 +19,7 @@ from ...streams.identity import StreamId
 from ...streams.subscriptions import StreamBehind
 from ..cache import EMPTY
 from ..cursor import PARKED, READY, RUNNING, CursorFailures, CursorState, StreamCursor
+from .cursor_states import CursorStates
 
 if TYPE_CHECKING:
     from .retries import Failure
@@ -42,6 +43,7 @@ class StreamCursors:
         self.on_parked: Callable[[StreamCursor], None] = _ignore
         """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self._rewindable = rewindable
+        self.states = CursorStates(self._cursors.values())
         self.changes = 0
         """Rises with each change that `position` does not show."""
 
@@ -57,12 +59,15 @@ class StreamCursors:
         while self._deferred:
             cursor, failure = self._deferred.pop()
             if cursor.state is CursorState.WAITING and cursor.batch is not None:
+                self.states.leave(cursor)
                 cursor.state = RUNNING
+                self.states.running += 1
                 return cursor, failure
         return None
 
     def put_back(self, cursor: StreamCursor) -> None:
         """A cursor that was taken is the next one to be taken: its events were not delivered."""
+        self.states.leave(cursor)
         cursor.state = READY
         self._ready.appendleft(cursor)
 
@@ -104,13 +109,16 @@ class StreamCursors:
             if empty:
                 break
             if cursor.done is None or cursor.skip_done():
+                self.states.leave(cursor)
                 cursor.state = READY
                 self._ready.append(cursor)
                 return
         if apart:
             self._park(cursor)
         else:
+            self.states.leave(cursor)
             cursor.state = PARKED
+            self.states.parked += 1
             self._drained(cursor)
 
     def _drained(self, cursor: StreamCursor) -> None:
@@ -143,7 +151,9 @@ class StreamCursors:
     def wait(self, cursor: StreamCursor) -> None:
         """The cursor's next attempt comes later. If its batch left the cache, drop the batch until then."""
         self.changes += 1
+        self.states.leave(cursor)
         cursor.state = CursorState.WAITING
+        self.states.waiting += 1
         self._drop_apart(cursor)
 
     def resume(self, cursor: StreamCursor) -> None:
@@ -174,7 +184,9 @@ class StreamCursors:
     def pause(self, cursor: StreamCursor, reason: str) -> None:
         """Deliver nothing more of the stream until `unpause`."""
         self.changes += 1
+        self.states.leave(cursor)
         cursor.state = CursorState.PAUSED
+        self.states.paused[cursor.stream] = cursor
         cursor.trouble = cursor.failures._replace(paused=reason)
         cursor.park()
 
@@ -210,7 +222,9 @@ class StreamCursors:
             cursor.park()
 
     def _park(self, cursor: StreamCursor) -> None:
+        self.states.leave(cursor)
         cursor.state = PARKED
+        self.states.parked += 1
         cursor.feed = None
         self.on_parked(cursor)
 
@@ -221,10 +235,13 @@ class StreamCursors:
         if trouble is not None and trouble.deferred is not None:
             (token, failure), cursor.trouble = trouble.deferred, trouble._replace(deferred=None)
             if token == cursor.token:
+                self.states.leave(cursor)
                 cursor.state = CursorState.WAITING
+                self.states.waiting += 1
                 self._deferred.append((cursor, failure))
                 return
         if cursor.done is None or cursor.skip_done():
+            self.states.leave(cursor)
             cursor.state = READY
             self._ready.append(cursor)
         else:

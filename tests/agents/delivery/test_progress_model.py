@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace import CorruptRecord, EventBatch, SequenceToken, StreamId
 from headrace.agents import QueueCache
-from headrace.agents.cursor import CursorState, StreamCursor
+from headrace.agents.cursor import PARKED, RUNNING, CursorState, StreamCursor
 from headrace.agents.delivery import offered_streams, progress
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.delivery.retries import Failure
@@ -364,6 +364,18 @@ class Deliveries(RuleBasedStateMachine):
                 event = batch.stream, batch.offset, index
                 assert self.progress.is_done(*event, index + 1) == (event in self.done)
                 assert again.is_done(*event, index + 1) == (event in self.done), "the checkpoint says so, too"
+
+    @invariant()
+    def figures_for_people_are_those_of_all_cursors(self) -> None:
+        progress = self.progress
+        states = [cursor.state for cursor in progress.cursors.values()]
+        assert progress.states.running == states.count(RUNNING)
+        assert progress.states.waiting == states.count(CursorState.WAITING)
+        assert progress.states.parked == states.count(PARKED)
+        assert len(progress.states.paused) == states.count(CursorState.PAUSED)
+        assert progress.shown_watermark == progress.watermark
+        live = [c for c in progress.cursors.values() if c.state is not CursorState.PAUSED]
+        assert progress.awaited == min([progress.position, *(progress.needed(c).offset for c in live)])
 
     @invariant()
     def nothing_that_is_needed_lies_below_the_watermark(self) -> None:
