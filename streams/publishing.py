@@ -23,6 +23,8 @@ from .identity import SequenceToken, StreamId
 MAX_BATCH_BYTES = 3 << 20
 """Limit of an encoded batch that is published to a silo, in bytes. Consumers accept messages of 4 MiB, the default of
 gRPC."""
+MEASURED = 8
+"""The duration of one publish in so many is measured."""
 MAX_REQUEST_BATCHES = 10_000
 """Limit of batches in one request to a silo."""
 
@@ -92,11 +94,11 @@ class PendingPublishes:
 
     def __init__(self) -> None:
         self._began: dict[int, float] = {}
-        """When each publish began (`monotonic`), by its number."""
+        """When each publish began (`monotonic`), by its number; 0 if it is not measured."""
         self._last = 0
         self._one_ended = asyncio.Event()
         self.durations = Histogram()
-        """How long publishes took until they were stored, or failed."""
+        """How long publishes took until they were stored, or failed: one in `MEASURED`."""
         self.errors = Counter[str]()
         """Failed publishes, by the code of the error."""
 
@@ -105,13 +107,14 @@ class PendingPublishes:
 
     def begin(self) -> int:
         """Count a publish that begins. Returns the number to pass to `end`."""
-        self._last += 1
-        self._began[self._last] = monotonic()
-        return self._last
+        self._last = number = self._last + 1
+        self._began[number] = monotonic() if number % MEASURED == 1 else 0.0
+        return number
 
     def end(self, number: int) -> None:
         """Note that a publish is stored, or has failed."""
-        self.durations.observe(monotonic() - self._began.pop(number))
+        if began := self._began.pop(number):
+            self.durations.observe(monotonic() - began)
         self._one_ended.set()
 
     def note_error(self, error: BaseException) -> None:

@@ -216,7 +216,7 @@ class Delivery(ABC):
             states.running,
             len(progress.ready),
             states.waiting,
-            states.parked,
+            states.parked(len(progress.cursors), len(progress.ready)),
             len(states.paused),
             progress.shown_watermark,
         )

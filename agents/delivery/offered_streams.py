@@ -15,7 +15,7 @@ from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint
 from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, READY, RUNNING, StreamCursor
-from .oldest_offsets import OldestOffsets
+from .oldest_offsets import SCANNED, OldestOffsets
 from .stream_cursors import StreamCursors
 
 LOOK_AHEAD = 4
@@ -62,7 +62,7 @@ class OfferedStreams(StreamCursors):
         if not super().unpause(stream):
             return False
         if (cursor := self._cursors.get(stream)) is not None:
-            self.oldest.new.append(cursor)
+            self.oldest.add(cursor)
         return True
 
     def _needed_offset(self, cursor: StreamCursor) -> int:
@@ -107,6 +107,7 @@ class OfferedStreams(StreamCursors):
                 cursor.state = RUNNING
                 self.states.running += 1
                 return cursor
+            self.states.outdated -= 1
         return None
 
     def put_back(self, cursor: StreamCursor) -> None:
@@ -130,7 +131,6 @@ class OfferedStreams(StreamCursors):
     def _look(self, entry: CacheEntry | None, most: int) -> None:
         """Look at the batches from `entry` on. Stop at a stream without a cursor when `most` cursors are ready."""
         cursors, ready, selects, feed, base = self._cursors, self._ready, self._selects, self.feed, self.base
-        new = self.oldest.new
         self._takes = LOOK_AHEAD
         assert feed is not None
         while entry is not None:
@@ -143,7 +143,10 @@ class OfferedStreams(StreamCursors):
                         break
                     cursors[stream] = cursor = StreamCursor(stream, feed, entry)
                     ready.append(cursor)
-                    new.append(cursor)
+                    if len(cursors) > SCANNED:
+                        self.oldest.add(cursor)
+                    else:
+                        self.oldest.complete = False
             elif cursor.state is PARKED and cursor.feed is feed:
                 self.unpark(cursor, feed, entry)
             entry = entry.successor
@@ -190,6 +193,5 @@ class OfferedStreams(StreamCursors):
         if cursor.done is not None and max(cursor.done) >= position:
             return False
         del self._cursors[cursor.stream]  # its next batch starts a new one
-        self.states.leave(cursor)
         self.touch()
         return True

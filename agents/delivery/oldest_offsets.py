@@ -9,6 +9,8 @@ from itertools import count
 from ...streams.identity import StreamId
 from ..cursor import CursorState, StreamCursor
 
+SCANNED = 1000
+"""So many cursors are looked at one by one: that takes less time than to keep them in order."""
 SPARE = 1000
 """Entries that may be out of date, besides one for each cursor."""
 
@@ -23,20 +25,32 @@ class OldestOffsets:
         self._needed = needed
         self._numbers = count()
         self._heap: list[tuple[int, int, StreamCursor]] = []
-        self.new: list[StreamCursor] = list(cursors.values())
-        """Cursors that came, or go on, since the last call of `lowest`. Append them here."""
+        self.complete = False
+        """Whether `add` was called for each cursor that came. If not, they are all put in order anew."""
+        self._new: list[StreamCursor] = []
+        """Cursors that came, or go on, since the last call of `lowest`."""
+        self._most = SPARE
+        """The number of new cursors at which those that are gone are forgotten."""
+
+    def add(self, cursor: StreamCursor) -> None:
+        """A cursor came, or goes on after a pause."""
+        self._new.append(cursor)
+        if len(self._new) > self._most:
+            cursors = self._cursors
+            self._new = [one for one in self._new if cursors.get(one.stream) is one]
+            self._most = 2 * len(self._new) + SPARE
 
     def lowest(self) -> int | None:
         """Return the lowest offset that a cursor needs, None if there is no cursor that is not paused."""
-        come = [(self._needed(one), next(self._numbers), one) for one in self.new]
-        self.new.clear()
-        if len(come) > len(self._heap) // 4:  # as at the start
-            self._heap += come
-            heapify(self._heap)
-        else:
-            for entry in come:
-                heappush(self._heap, entry)
-        self._tidy()
+        if len(self._cursors) <= SCANNED:
+            self._heap, self._new, self.complete = [], [], False
+            live = (cursor for cursor in self._cursors.values() if cursor.state is not CursorState.PAUSED)
+            return min(map(self._needed, live), default=None)
+        if not self.complete or len(self._heap) > 2 * len(self._cursors) + SPARE:
+            self._order_all()
+        for cursor in self._new:
+            heappush(self._heap, (self._needed(cursor), next(self._numbers), cursor))
+        self._new = []
         heap = self._heap
         while heap:
             offset, _, cursor = heap[0]
@@ -48,15 +62,12 @@ class OldestOffsets:
                 return offset
         return None
 
+    def _order_all(self) -> None:
+        """Put all cursors in order. Later it is done only once more than half of the entries are of cursors that are
+        gone, which takes the same time per entry on average."""
+        self._heap = [(self._needed(one), next(self._numbers), one) for one in self._cursors.values()]
+        heapify(self._heap)
+        self._new, self.complete = [], True
+
     def _counts(self, cursor: StreamCursor) -> bool:
         return self._cursors.get(cursor.stream) is cursor and cursor.state is not CursorState.PAUSED
-
-    def _tidy(self) -> None:
-        """Forget cursors that are gone, once they are more than half. That takes the same time per entry on average."""
-        if len(self._heap) > 2 * len(self._cursors) + SPARE:
-            self._heap = [
-                (self._needed(cursor), next(self._numbers), cursor)
-                for cursor in self._cursors.values()
-                if cursor.state is not CursorState.PAUSED
-            ]
-            heapify(self._heap)

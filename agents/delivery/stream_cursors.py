@@ -99,6 +99,10 @@ class StreamCursors:
     def finish(self, cursor: StreamCursor) -> None:
         """The cursor's batch is done. Move to the next one with undelivered events, or leave the cache."""
         self.changes += 1
+        if cursor.state is RUNNING:  # nearly always
+            self.states.running -= 1
+        else:
+            self.states.leave(cursor)
         while True:
             apart = cursor.entry is None
             if cursor.done is not None:
@@ -109,16 +113,13 @@ class StreamCursors:
             if empty:
                 break
             if cursor.done is None or cursor.skip_done():
-                self.states.leave(cursor)
                 cursor.state = READY
                 self._ready.append(cursor)
                 return
+        cursor.state = PARKED
         if apart:
             self._park(cursor)
         else:
-            self.states.leave(cursor)
-            cursor.state = PARKED
-            self.states.parked += 1
             self._drained(cursor)
 
     def _drained(self, cursor: StreamCursor) -> None:
@@ -210,6 +211,7 @@ class StreamCursors:
             return
         cursor.park()
         if cursor.state is READY:
+            self.states.outdated += 1
             self._park(cursor)
 
     def keep_apart(self, cursor: StreamCursor, batch: EventBatch) -> None:
@@ -224,7 +226,6 @@ class StreamCursors:
     def _park(self, cursor: StreamCursor) -> None:
         self.states.leave(cursor)
         cursor.state = PARKED
-        self.states.parked += 1
         cursor.feed = None
         self.on_parked(cursor)
 

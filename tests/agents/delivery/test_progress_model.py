@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import CorruptRecord, EventBatch, SequenceToken, StreamId
 from headrace.agents import QueueCache
 from headrace.agents.cursor import PARKED, RUNNING, CursorState, StreamCursor
-from headrace.agents.delivery import offered_streams, progress
+from headrace.agents.delivery import offered_streams, oldest_offsets, progress
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.delivery.retries import Failure
 from headrace.streams.subscriptions import Checkpoint
@@ -58,6 +58,8 @@ class Deliveries(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(offered_streams, "LOOK_AHEAD", look_ahead)
         self.patch.setattr(progress, "LOOK_AHEAD", look_ahead)
+        for module in (offered_streams, oldest_offsets):
+            self.patch.setattr(module, "SCANNED", 1)
         self.log: list[EventBatch] = []
         self.done: set[tuple[StreamId, int, int]] = set()
         self.paused: set[StreamId] = set()
@@ -371,7 +373,7 @@ class Deliveries(RuleBasedStateMachine):
         states = [cursor.state for cursor in progress.cursors.values()]
         assert progress.states.running == states.count(RUNNING)
         assert progress.states.waiting == states.count(CursorState.WAITING)
-        assert progress.states.parked == states.count(PARKED)
+        assert progress.states.parked(len(states), len(progress.ready)) == states.count(PARKED)
         assert len(progress.states.paused) == states.count(CursorState.PAUSED)
         assert progress.shown_watermark == progress.watermark
         live = [c for c in progress.cursors.values() if c.state is not CursorState.PAUSED]
