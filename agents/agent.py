@@ -299,11 +299,11 @@ class PullingAgent:
 
     def _pacemaker(self, main: Feed) -> str:
         """Return the reason why a full cache is not emptied: the delivery that holds its oldest batches."""
-        progress = min((each.progress for each in main.deliveries), key=lambda one: one.watermark, default=None)
+        progress = min((each.progress for each in main.deliveries), key=lambda one: one.shown_watermark, default=None)
         if progress is None:
             return "it is being emptied"
         name = next(name for name, each in self.deliveries.items() if each.progress is progress)
-        return f"subscription {name!r} sets the pace, from offset {progress.watermark} on"
+        return f"subscription {name!r} sets the pace, from offset {progress.shown_watermark} on"
 
     def fault_of(self, name: str) -> str:
         """Return the error that stops reading for a subscription at present; "" without one. A subscription that this

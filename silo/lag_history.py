@@ -161,19 +161,19 @@ async def _measured(provider: ProviderCore) -> list[QueueLag]:
 async def _measured_stored(provider: ProviderCore) -> list[QueueLag]:
     """Return the lag of the stored progress of the subscriptions that this process does not serve, in its queues."""
     served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
+    stored = await provider.store.subscriptions(provider.name)
+    names = {one.name for one in stored if not is_consumers_position(one) and one.mode is not Mode.BROADCAST} - served
     now_us, ends = time.time_ns() // 1000, dict[int, int]()
     found: list[QueueLag] = []
-    for definition in await provider.store.subscriptions(provider.name):
-        if definition.name in served or is_consumers_position(definition) or definition.mode is Mode.BROADCAST:
-            continue
-        for queue, stored in (await provider.store.checkpoints(provider.name, definition.name)).items():
-            if provider.manager.state.reads(queue):
-                lag = Lag(now_us)
-                try:
-                    lag = await _with_backlog(provider, queue, stored.awaited, ends, lag)
-                except HeadraceError:
-                    lag = lag._replace(events=None, age_ms=None)
-                found.append(QueueLag(definition.name, queue, lag))
+    for queue in filter(provider.manager.state.reads, range(provider.queues) if names else ()):
+        checkpoints = await provider.store.checkpoints_of_queue(provider.name, queue)
+        for name in names & checkpoints.keys():
+            lag = Lag(now_us)
+            try:
+                lag = await _with_backlog(provider, queue, checkpoints[name].awaited, ends, lag)
+            except HeadraceError:
+                lag = lag._replace(events=None, age_ms=None)
+            found.append(QueueLag(name, queue, lag))
     return found
 
 

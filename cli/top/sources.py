@@ -93,8 +93,8 @@ class DataSource(ContentSource):
         self._queue_rates = QueueRates()
         self._rates: dict[str, float | None] = {}
         """Events that each subscription finished in a second, as of the last overview."""
-        self._watermarks: dict[tuple[str, int], int] = {}
-        """Those of the last content, by subscription and queue."""
+        self._awaited: dict[tuple[str, int], int] = {}
+        """The offset that each subscription waited for in each queue, as of the last overview."""
         self._at = 0.0
 
     async def overview(self) -> Content:
@@ -196,7 +196,7 @@ class DataSource(ContentSource):
         ages: list[float] = []
         for queue, at in checkpoints.items():
             with suppress(HeadraceError):
-                lag = await provider.adapter.backlog(queue, at.watermark)
+                lag = await provider.adapter.backlog(queue, at.awaited)
                 events = None if events is None or lag.events is None else events + lag.events
                 ages += [age for age in [age_s(lag)] if age is not None]
         paused = sum(bool(behind.paused) for at in checkpoints.values() for behind in at.behind.values())
@@ -220,11 +220,11 @@ class DataSource(ContentSource):
         """Return the number of events that a subscription has finished since the previous overview."""
         finished, adapter = 0, self._provider.adapter
         for queue, at in checkpoints.items():
-            before = self._watermarks.get((name, queue), at.watermark)
-            self._watermarks[name, queue] = at.watermark
-            if before < at.watermark:
+            before = self._awaited.get((name, queue), at.awaited)
+            self._awaited[name, queue] = at.awaited
+            if before < at.awaited:
                 with suppress(HeadraceError):
-                    then, now = await adapter.backlog(queue, before), await adapter.backlog(queue, at.watermark)
+                    then, now = await adapter.backlog(queue, before), await adapter.backlog(queue, at.awaited)
                     finished += max((then.events or 0) - (now.events or 0), 0)
         return finished
 

@@ -149,7 +149,6 @@ async def test_a_data_directory_is_watched_while_a_silo_serves_it(tmp_path: Path
 
 async def test_programs_get_json_and_pipes_get_one_screen(tmp_path: Path) -> None:
     async with scene(tmp_path) as found:
-        await asyncio.sleep(1)
         for place in (["--server", found.silo.grpc_address or ""], ["--data", str(tmp_path)]):
             document = msgspec.json.decode(await printed("--json", *place))
             names = sorted(one["name"] for one in document["subscriptions"])
