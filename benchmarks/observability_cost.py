@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ STREAMS = [StreamId("orders", str(number)) for number in range(100)]
 SCRAPE_S = 1.0
 BATCH = 1000
 CASES = {"batches of 1000": 10_000_000, "single events": 100_000}
-MODES = ("off", "metrics", "metrics and 1 % of the traces", "metrics and all traces")
+MODES = ("off", "metrics", "metrics and traces", "metrics and all traces")
 
 
 async def batches(provider: Provider, events: int) -> None:
@@ -69,7 +70,7 @@ async def run(case: str, mode: str, directory: str) -> dict[str, float]:
 def observed(provider: Provider, mode: str) -> Callable[[], None]:
     """Switch the mode on. Return the function that ends reading the metrics."""
     if "traces" in mode:
-        trace()(0.01 if "1 %" in mode else 1.0)
+        trace(every="all" in mode)
     if "metrics" not in mode:
         return lambda: None
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
@@ -85,11 +86,10 @@ def observed(provider: Provider, mode: str) -> Callable[[], None]:
     return ended.set
 
 
-def trace() -> Callable[[float], None]:
-    """Return the function that switches traces on, for a share of them."""
+def trace(*, every: bool) -> None:
+    """Switch traces on: as many new ones as the default allows, or `every` one."""
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult  # noqa: PLC0415
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
 
     from headrace import enable_tracing  # noqa: PLC0415
 
@@ -97,12 +97,12 @@ def trace() -> Callable[[float], None]:
         def export(self, spans: Any) -> SpanExportResult:
             return SpanExportResult.SUCCESS
 
-    def switch_on(share: float) -> None:
-        tracers = TracerProvider(sampler=ParentBased(TraceIdRatioBased(share)))
-        tracers.add_span_processor(BatchSpanProcessor(Nowhere(), max_queue_size=100_000))
+    tracers = TracerProvider()
+    tracers.add_span_processor(BatchSpanProcessor(Nowhere(), max_queue_size=100_000))
+    if every:
+        enable_tracing(tracers, new_traces_per_s=math.inf)
+    else:
         enable_tracing(tracers)
-
-    return switch_on
 
 
 def measured(python: str, case: str, mode: str) -> dict[str, float]:

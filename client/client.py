@@ -21,6 +21,7 @@ from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument, PayloadTooLarge
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.layout import NOT_RECORDED
 from ..streams.publishing import (
     MAX_REQUEST_BATCHES,
     ProducerSequence,
@@ -156,16 +157,19 @@ class Client(ConsumingClient):
         published later.
         """
         check_stream(stream)
+        trace = b""
         if tracing.active is not None:
-            given = scheduled(listed(stream, events, self.codecs), delay, priority)
-            with tracing.active.publishing(self._provider, stream, len(given)) as trace:
-                return (await self._publish_grouped({stream: given}, trace))[0].token or UNKNOWN_PLACE
+            if tracing.active.records():
+                given = scheduled(listed(stream, events, self.codecs), delay, priority)
+                with tracing.active.publishing(self._provider, stream, len(given)) as trace:
+                    return (await self._publish_grouped({stream: given}, trace))[0].token or UNKNOWN_PLACE
+            trace = NOT_RECORDED
         publishing = self._publishing
         deadline = await publishing.wait_for_space() if publishing.full else None
         if type(events) is bytes and delay is None and priority is None:
-            batches = [EventBatch.of(stream, [events])]
+            batches = [EventBatch.of(stream, [events], None, trace)]
         else:
-            batches = encoded(stream, scheduled(listed(stream, events, self.codecs), delay, priority))
+            batches = encoded(stream, scheduled(listed(stream, events, self.codecs), delay, priority), trace)
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
@@ -183,8 +187,9 @@ class Client(ConsumingClient):
         by_stream = grouped(items, self.codecs)
         if sequence is None and not by_stream:
             return []
-        if tracing.active is None:
-            return await self._publish_grouped(by_stream, b"", sequence)
+        if tracing.active is None or not tracing.active.records():
+            trace = b"" if tracing.active is None else NOT_RECORDED
+            return await self._publish_grouped(by_stream, trace, sequence)
         with tracing.active.publishing(self._provider, None, sum(map(len, by_stream.values()))) as trace:
             return await self._publish_grouped(by_stream, trace, sequence)
 

@@ -234,7 +234,7 @@ class ConsumingClient(ManagementClient):
         if after is not None:
             request.reports.extend(after.reports())
         self._pulling.add((name, consumer))
-        if tracing.active is None:
+        if tracing.active is None or not tracing.active.records():
             return await self._pull(request, wait_s)
         with tracing.active.pulling(self._provider, name) as span:
             pulled = await self._pull(request, wait_s)

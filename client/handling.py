@@ -70,6 +70,8 @@ class RemoteHandling:
 
     async def _work(self) -> None:
         """Run handlers until no waiting batch may run."""
+        if tracing.active is not None:
+            tracing.active.record_nothing()  # instead of what this task inherited; a recorded batch has its own span
         if self._holdings.waiting:
             self.wake()
         while not self._stopping and (batch := self._next()) is not None:

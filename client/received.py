@@ -200,7 +200,7 @@ class ReceivedBatch(EventBatch):
         return batch_effects(database, self, self.holder.effect_scope())
 
     def begin_span(self) -> HandlingSpan | None:
-        """Begin a span of OpenTelemetry around the handling of the batch. Return None without tracing."""
+        """Begin a span of OpenTelemetry around the handling of the batch. Return None if nothing is recorded."""
         if tracing.active is None:
             return None
         origin = self.holder.account.origin
@@ -211,16 +211,17 @@ class ReceivedBatch(EventBatch):
     def tracing(self) -> Generator[None]:
         """A span of OpenTelemetry for the length of a `with`, as a child of the one that published the batch. A handler
         has such a span already. Without `enable_tracing` this does nothing."""
-        span = self.begin_span()
+        if tracing.active is None:
+            yield
+            return
+        span = self.begin_span() or tracing.active.record_nothing()
         try:
             yield
         except BaseException as error:
-            if span is not None:
-                span.failed(error)
+            span.failed(error)
             raise
         finally:
-            if span is not None:
-                span.end()
+            span.end()
 
     @property
     def is_next(self) -> bool:

@@ -13,6 +13,7 @@ from ..streams.codecs import Codecs, Publishable
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.layout import NOT_RECORDED
 from ..streams.publishing import (
     PendingPublishes,
     check_producer,
@@ -60,21 +61,24 @@ class EventPublisher(QueuePositions):
     ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         check_stream(stream)
+        trace = b""
         if tracing.active is not None:
-            given = scheduled(listed(stream, events, self.codecs), delay, priority)
-            with tracing.active.publishing(self.name, stream, len(given)) as trace:
-                return await self._publish(stream, given, trace)
+            if tracing.active.records():
+                given = scheduled(listed(stream, events, self.codecs), delay, priority)
+                with tracing.active.publishing(self.name, stream, len(given)) as trace:
+                    return await self._publish(stream, given, trace)
+            trace = NOT_RECORDED
         number = self.publishing.begin()
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
-                batch = EventBatch.of(stream, [events])
+                batch = EventBatch.of(stream, [events], None, trace)
                 receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
                 self.published_events += 1
                 self.published_bytes += len(batch.encoded)
             else:
                 queue = self.queue_of(stream)
-                listed_events = listed(stream, events, self.codecs)
-                batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed_events, delay, priority))]
+                given = scheduled(listed(stream, events, self.codecs), delay, priority)
+                batches = [(queue, batch) for batch in self._encode(stream, given, trace)]
                 receipts = await self.adapter.enqueue(batches)
                 self._count(batches)
         except Exception as error:
@@ -103,8 +107,9 @@ class EventPublisher(QueuePositions):
             check_sequence(sequence)
             check_producer(sequence.producer)
         by_stream = grouped(items, self.codecs)
-        if tracing.active is None:
-            return await self._publish_grouped(by_stream, sequence, b"")
+        if tracing.active is None or not tracing.active.records():
+            trace = b"" if tracing.active is None else NOT_RECORDED
+            return await self._publish_grouped(by_stream, sequence, trace)
         with tracing.active.publishing(self.name, None, sum(map(len, by_stream.values()))) as trace:
             return await self._publish_grouped(by_stream, sequence, trace)
 

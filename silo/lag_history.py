@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..streams.errors import HeadraceError
-from ..streams.subscriptions import CONSUMER_SEPARATOR, Mode, is_consumers_position
+from ..streams.subscriptions import CONSUMER_SEPARATOR, Mode, SubscriptionDefinition, is_consumers_position
 from .provider_core import ProviderCore
 from .views import age_s, lag_of
 
@@ -25,8 +25,9 @@ MAX_PAUSE_S = 30.0
 """The longest interval, in seconds: alerts must see the lag, even if measuring it takes a larger share."""
 MAX_SAMPLE_S = 20.0
 """Longest time of one provider's sample, in seconds. After that its lag is not known."""
-UNSERVED_SAMPLES = 5
-"""The stored progress of subscriptions that are not served is read for every fifth sample."""
+STORE_SAMPLES = 5
+"""The control store is read for every fifth sample: the progress of subscriptions that are not served, and the number
+of dead letters."""
 KEPT_SAMPLES = 300
 MAX_SUBSCRIPTIONS = 500
 """Subscriptions of a provider whose lag is kept; of further ones, only the last sample is."""
@@ -75,6 +76,7 @@ class LagHistory:
         self._samples: dict[str, int] = {}
         """The number of samples, by provider."""
         self._unserved_lags: dict[str, Sequence[QueueLag]] = {}
+        self._dead_letters: dict[str, Mapping[str, int]] = {}
 
     async def run(self) -> None:
         """Take samples until the task is cancelled."""
@@ -88,6 +90,7 @@ class LagHistory:
                 except Exception as error:  # noqa: BLE001 (samples of other providers go on)
                     self._last.pop(provider.name, None)  # unknown is better than old
                     self._delayed.pop(provider.name, None)
+                    self._dead_letters.pop(provider.name, None)
                     log.warning("the lag of provider %r cannot be measured: %r", provider.name, error)
             await asyncio.sleep(min(max(self._sample_s, (loop.time() - began) / MAX_SHARE), MAX_PAUSE_S))
 
@@ -110,11 +113,12 @@ class LagHistory:
             kept[name] = deque((*before.get(name, ()), lag), maxlen=length)
 
     async def _unserved(self, provider: ProviderCore) -> Sequence[QueueLag]:
-        """Return the lag of subscriptions that this process does not serve, in the queues that it reads. Their stored
-        progress is read for every fifth sample."""
+        """Return the lag of subscriptions that this process does not serve, in the queues that it reads."""
         self._samples[provider.name] = number = self._samples.get(provider.name, -1) + 1
-        if number % UNSERVED_SAMPLES == 0:
-            self._unserved_lags[provider.name] = await _measured_stored(provider)
+        if number % STORE_SAMPLES == 0:
+            stored = await provider.store.subscriptions(provider.name)
+            self._unserved_lags[provider.name] = await _measured_stored(provider, stored)
+            self._dead_letters[provider.name] = await _count_dead_letters(provider, stored)
         served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
         return [lag for lag in self._unserved_lags.get(provider.name, ()) if lag.subscription not in served]
 
@@ -126,6 +130,10 @@ class LagHistory:
         """Return the number of events by queue that were not due yet in the last sample. A queue whose adapter cannot
         count them is missing."""
         return self._delayed.get(provider, {})
+
+    def dead_letters(self, provider: str) -> Mapping[str, int]:
+        """Return the number of dead letters in the control store by subscription. Nothing if it is not known."""
+        return self._dead_letters.get(provider, {})
 
     def lags(self, provider: str, subscription: str, since_us: int) -> Iterable[Lag]:
         """Return the samples since a time, the oldest first; the last sample in any case, if there is one."""
@@ -158,10 +166,17 @@ async def _measured(provider: ProviderCore) -> list[QueueLag]:
     return found
 
 
-async def _measured_stored(provider: ProviderCore) -> list[QueueLag]:
+async def _count_dead_letters(provider: ProviderCore, stored: Iterable[SubscriptionDefinition]) -> dict[str, int]:
+    counts = {one.name: 0 for one in stored if not is_consumers_position(one)}
+    for name, count in (await provider.store.count_dead_letters(provider.name)).items():
+        name = name.partition(CONSUMER_SEPARATOR)[0]  # noqa: PLW2901
+        counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+async def _measured_stored(provider: ProviderCore, stored: Iterable[SubscriptionDefinition]) -> list[QueueLag]:
     """Return the lag of the stored progress of the subscriptions that this process does not serve, in its queues."""
     served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
-    stored = await provider.store.subscriptions(provider.name)
     names = {one.name for one in stored if not is_consumers_position(one) and one.mode is not Mode.BROADCAST} - served
     now_us, ends = time.time_ns() // 1000, dict[int, int]()
     found: list[QueueLag] = []

@@ -129,6 +129,10 @@ def _queue_states(now: Snapshot) -> Iterable[Sample]:
                 yield [one.name, str(queue.index), state], queue.state == state
 
 
+def _kept_dead_letters(now: Snapshot) -> Iterable[Sample]:
+    return [([one.name, name], count) for one in now.providers for name, count in one.dead_letters.items()]
+
+
 def _delayed(now: Snapshot) -> Iterable[Sample]:
     return [([one.name, str(queue)], events) for one in now.providers for queue, events in one.delayed.items()]
 
@@ -383,6 +387,13 @@ SECTIONS: Sequence[MetricSection] = (
                 lambda s: s.returned,
             ),
             _subscription("dead_letters", "counter", "Events given up on and kept.", lambda s: s.dead_lettered),
+            Definition(
+                "kept_dead_letters",
+                "gauge",
+                ["provider", "subscription"],
+                "Dead letters that wait to be redriven or discarded, of all silos together.",
+                _kept_dead_letters,
+            ),
             _subscription("skipped_events", "counter", "Events given up on and skipped.", lambda s: s.skipped),
             _subscription(
                 "effects_already_applied",

@@ -24,6 +24,8 @@ class ProviderSnapshot(NamedTuple):
     """A subscription with mode broadcast is one, with the sums of its consumers."""
     lags: Sequence[QueueLag]
     delayed: Mapping[int, int]
+    dead_letters: Mapping[str, int]
+    """The number of dead letters that are kept, by subscription."""
     publish_durations: Histogram
     publish_errors: Mapping[str, int]
     open_publishes: int
@@ -111,6 +113,7 @@ def provider_snapshot(provider: ProviderCore, history: LagHistory) -> ProviderSn
         subscriptions=merged_consumers(statistics.subscriptions, provider.manager.state.ended_counts),
         lags=history.last(provider.name),
         delayed=history.delayed(provider.name),
+        dead_letters=history.dead_letters(provider.name),
         publish_durations=Histogram.sum_of([publishing.durations]),
         publish_errors=dict(publishing.errors),
         open_publishes=len(publishing),

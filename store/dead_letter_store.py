@@ -59,6 +59,10 @@ class DeadLetterStore(StorePart):
         chosen = and_(of_subscription(dead_letters, provider, subscription), place)
         return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
 
+    async def count_dead_letters(self, provider: str) -> dict[str, int]:
+        """Return the number of dead letters by subscription, without subscriptions that have none."""
+        return await self._database.read(_count_dead_letters, provider)
+
     async def dead_letter(self, letter_id: int) -> DeadLetter:
         """Return the dead letter with this id. Raises NotFound, and DataDirectoryError if it is damaged."""
         return await self._database.read(_dead_letter, letter_id)
@@ -247,6 +251,12 @@ def _add_gaps(
     if records:
         statement = insert_into(connection, gaps).on_conflict_do_nothing()
         connection.execute(statement, [gap_row(record) for record in records])
+
+
+def _count_dead_letters(connection: Connection, provider: str) -> dict[str, int]:
+    name = dead_letters.c.subscription
+    query = select(name, func.count()).where(dead_letters.c.provider == provider).group_by(name)
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def _count_left_behind(connection: Connection, provider: str, name: str, selector: Selector | None) -> tuple[int, int]:

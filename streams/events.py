@@ -171,7 +171,7 @@ class EventBatch:
 
     def trace(self) -> bytes:
         """Return the span that published the batch, as its field `trace` has it; empty if there is none."""
-        return layout.read_trace(self.encoded, self.stream.prefix if self.count == 1 else b"")
+        return layout.read_trace(self.encoded, self.stream.prefix)
 
     def events(self, start: int = 0) -> list[Event]:
         """Return the events from index `start` on, with `stream` and `token` set."""

@@ -11,7 +11,7 @@ from .errors import InvalidArgument, PayloadTooLarge
 from .events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from .field_limits import MAX_TIME_US, MIN_TIME_US, check_headers, check_ids, check_times
 from .identity import StreamId, read_varint
-from .layout import TRACE_BYTES
+from .layout import TRACE_BYTES, is_trace
 from .publishing import MAX_BATCH_BYTES
 
 _ONE_TIMESTAMP = struct.Struct("<BBq")
@@ -95,7 +95,7 @@ def _plain(encoded: bytes) -> bool:
             if encoded[at] not in wanted:
                 return False
             wanted.remove(encoded[at])
-            if encoded[at] == _TRACE and encoded[at + 1] != TRACE_BYTES:
+            if encoded[at] == _TRACE and not is_trace(encoded[at + 2 : at + 2 + encoded[at + 1]]):
                 return False
             at = _end(encoded, at + 1)
     except IndexError:
@@ -119,8 +119,10 @@ def _written(message: events_pb2.EventBatch, count: int) -> bytes:
         check_headers(each.values)
     if any(field.number in _APPENDED for field, _ in message.ListFields()):
         raise InvalidArgument("a batch has fields from 16 to 20, which the silo appends on delivery: leave them out")
-    if len(message.trace) not in (0, TRACE_BYTES):
-        raise InvalidArgument(f"the trace of a batch has {TRACE_BYTES} bytes, not {len(message.trace)}")
+    if message.trace and not is_trace(message.trace):
+        raise InvalidArgument(
+            f"the trace of a batch has {TRACE_BYTES} bytes, or is one zero byte; not {len(message.trace)} bytes"
+        )
     message.DiscardUnknownFields()
     message.ClearField("namespace")
     message.ClearField("key")

@@ -28,7 +28,9 @@ _NAMESPACE, _KEY, _SIZES, _TIMESTAMPS, _IDS, _HEADERS, _TRACE, _PAYLOAD = 0x0A, 
 _RARE = (_IDS, _HEADERS)
 TRACE_BYTES = 25
 """The length of a trace."""
-_TRACE_LENGTH, _PAYLOAD_TAG = bytes((TRACE_BYTES,)), bytes((_PAYLOAD,))
+NOT_RECORDED = b"\0"
+"""The trace of a batch whose publisher has tracing on, but records no span for it."""
+_PAYLOAD_TAG = bytes((_PAYLOAD,))
 _FIRST_APPENDED = 16
 _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
@@ -58,7 +60,7 @@ def write_one(prefix: bytes, payload: bytes, timestamp_us: int, trace: bytes = b
     except struct.error:
         raise _no_timestamp() from None
     if trace:
-        return b"".join((prefix, columns, _TRACE_LENGTH, trace, _PAYLOAD_TAG, varint(size), payload))
+        return b"".join((prefix, columns, bytes((len(trace),)), trace, _PAYLOAD_TAG, varint(size), payload))
     return b"".join((prefix, columns, varint(size), payload))
 
 
@@ -78,20 +80,30 @@ def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rar
 
 def write_trace(trace: bytes) -> bytes:
     """Encode the field of a trace, which precedes the payload; nothing for one of another length."""
-    return bytes((_TRACE, TRACE_BYTES)) + trace if len(trace) == TRACE_BYTES else b""
+    return bytes((_TRACE, len(trace))) + trace if is_trace(trace) else b""
 
 
-def read_trace(encoded: bytes, prefix: bytes = b"") -> bytes:
-    """Return the trace of a batch; empty if it has none. With the stream's `prefix`, that of a batch of one event takes
-    a fraction of the time."""
-    at = len(prefix) + _ONE_EVENT.size - 1
-    if prefix and read_one(encoded, prefix):
-        return encoded[at + 2 : at + 2 + TRACE_BYTES] if encoded[at] == _TRACE else b""
-    fields = _fields(encoded)
-    if fields is None:
+def is_trace(trace: bytes) -> bool:
+    """Whether these bytes may be the trace of a batch."""
+    return len(trace) == TRACE_BYTES or trace == NOT_RECORDED
+
+
+def read_trace(encoded: bytes, prefix: bytes) -> bytes:
+    """Return the trace of a batch of the stream with this `prefix`; empty if it has none."""
+    if not encoded.startswith(prefix):
         return message_of(encoded).trace
-    start, end = fields.get(_TRACE, (0, 0))
-    return encoded[start:end]
+    at = len(prefix)
+    try:
+        while (tag := encoded[at]) != _PAYLOAD:
+            length, start = encoded[at + 1], at + 2
+            if length > _ONE_BYTE:
+                length, start = read_varint(encoded, at + 1, _SHORT)
+            if tag == _TRACE:
+                return encoded[start : start + length]
+            at = start + length
+    except IndexError:  # damaged
+        return b""
+    return b""
 
 
 def write_schedule(delay_us: int, priority: int) -> bytes:
@@ -136,9 +148,9 @@ def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
         return None
     size_tag, size, time_tag, timestamp, tag = _ONE_EVENT.unpack_from(encoded, at)
     start = len(encoded) - size
-    if tag == _TRACE and encoded[length] == TRACE_BYTES and len(encoded) > length + TRACE_BYTES + 1:
-        length += TRACE_BYTES + 2
-        tag = encoded[length - 1]
+    if tag == _TRACE and is_trace(trace := encoded[length + 1 : length + 1 + encoded[length]]):
+        length += len(trace) + 2
+        tag = encoded[length - 1] if length <= len(encoded) else _TRACE
     if size_tag != _ONE_SIZE or time_tag != _ONE_TIMESTAMP or tag != _PAYLOAD or encoded[length:start] != varint(size):
         return None
     return timestamp, start
@@ -220,6 +232,8 @@ def _check(columns: BatchColumns, payload: int) -> None:
         raise InvalidArgument(f"damaged batch: {len(columns.timestamps)} timestamps for {count} events")
 
 
+_ONE_BYTE = 0x7F
+"""The largest varint in one byte."""
 _SHORT = 4
 """Longest varint that is read here, in bytes: the protobuf library judges longer ones."""
 

@@ -12,11 +12,14 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import Token
 from importlib.metadata import version
+from math import inf
+from time import monotonic
 from typing import Any
 
 from opentelemetry import context as contexts
 from opentelemetry.context import Context
 from opentelemetry.trace import (
+    INVALID_SPAN,
     INVALID_SPAN_CONTEXT,
     NonRecordingSpan,
     Span,
@@ -29,46 +32,53 @@ from opentelemetry.trace import (
     get_current_span,
     get_tracer,
     set_span_in_context,
-    use_span,
 )
 
 from .events import EventBatch
 from .identity import StreamId
+from .layout import NOT_RECORDED
 
 MAX_LINKS = 32
 """Most publishers that the span of a pull is linked to."""
 _SYSTEM = "headrace"
 _VERSION = version("headrace")
+_NOT_RECORDED = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
+"""The current span where nothing is recorded: its children are not sampled."""
 
 
 class Spans:
     """Makes the spans of one process."""
 
-    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+    def __init__(self, tracer_provider: TracerProvider | None, new_traces_per_s: float) -> None:
         self._tracer = get_tracer("headrace", _VERSION, tracer_provider)
+        self._limit = TraceLimit(new_traces_per_s)
+
+    def records(self) -> bool:
+        """Whether to make a span here: the current span is recorded, or there is none and a new trace may begin."""
+        current = get_current_span()
+        return (
+            self._limit.admits(monotonic())
+            if current is INVALID_SPAN
+            else current.get_span_context().trace_flags.sampled
+        )
 
     @contextmanager
     def publishing(self, provider: str, stream: StreamId | None, count: int) -> Generator[bytes]:
-        """A span around a publish. Yields the trace for the field `trace` of its batches."""
+        """A span around a publish, if `records`. Yields the trace for the field `trace` of its batches."""
         attributes = _attributes("send", provider, stream, count)
-        span = self._tracer.start_span(f"send {provider}", None, SpanKind.PRODUCER, attributes)
-        if (
-            not span.is_recording()
-        ):  # not sampled: the current span stays, because making another one current takes long
-            yield encoded(span.get_span_context())
-            return
-        with use_span(span, end_on_exit=True):
+        with self._tracer.start_as_current_span(
+            f"send {provider}", kind=SpanKind.PRODUCER, attributes=attributes
+        ) as span:
             yield encoded(span.get_span_context())
 
     def handling(
         self, provider: str, subscription: str, queue: int, batch: EventBatch, *, redriven: bool = False
-    ) -> HandlingSpan:
-        """Begin a span around the handler of a batch, as a child of the span that published it; without one, as a root.
-        If the publisher's span was not sampled, nothing is recorded, and publishes of the handler are not sampled,
-        either."""
-        publisher = decoded(batch.trace())
-        if publisher.is_valid and not publisher.trace_flags.sampled:
-            return HandlingSpan(NonRecordingSpan(publisher))
+    ) -> HandlingSpan | None:
+        """Begin a span around the handler of a batch, as a child of the span that published it; without one, as a root,
+        if a new trace may begin. Return None if nothing is recorded."""
+        publisher = batch.trace()
+        if not (publisher[-1] & TraceFlags.SAMPLED if publisher else self._limit.admits(monotonic())):
+            return None
         operation = "redrive" if redriven else "process"
         attributes = _attributes(operation, provider, batch.stream, batch.count)
         attributes |= {
@@ -78,17 +88,39 @@ class Spans:
             "headrace.offset": batch.offset,
         }
         # Never the current context: it is that of the task that subscribed.
-        parent = set_span_in_context(NonRecordingSpan(publisher), Context()) if publisher.is_valid else Context()
+        parent = set_span_in_context(NonRecordingSpan(decoded(publisher)), Context()) if publisher else Context()
         return HandlingSpan(self._tracer.start_span(f"{operation} {provider}", parent, SpanKind.CONSUMER, attributes))
+
+    def record_nothing(self) -> HandlingSpan:
+        """Make a span the current one that is not recorded. Until its end, publishes and other libraries record
+        nothing, either."""
+        return HandlingSpan(_NOT_RECORDED)
 
     @contextmanager
     def pulling(self, provider: str, subscription: str) -> Generator[PullSpan]:
-        """A span around a pull. It is linked to the publishers of the batches that it returns."""
+        """A span around a pull, if `records`. It is linked to the publishers of the batches that it returns."""
         attributes = {**_attributes("receive", provider, None, None), "messaging.consumer.group.name": subscription}
         with self._tracer.start_as_current_span(
             f"receive {provider}", kind=SpanKind.CLIENT, attributes=attributes
         ) as span:
             yield PullSpan(span)
+
+
+class TraceLimit:
+    """Lets so many new traces begin in each second, and the traces of one second at once (GCRA, as in ITU-T I.371)."""
+
+    def __init__(self, per_s: float) -> None:
+        self._interval_s = 1 / per_s if per_s else inf
+        self._burst_s = max(1.0, self._interval_s) if per_s else 0.0
+        self._used_until = 0.0
+
+    def admits(self, now: float) -> bool:
+        """Whether a new trace may begin now (`monotonic`). Counts it."""
+        used_until = max(self._used_until, now) + self._interval_s
+        if used_until > now + self._burst_s:
+            return False
+        self._used_until = used_until
+        return True
 
 
 class HandlingSpan:
@@ -142,9 +174,9 @@ def _attributes(operation: str, provider: str, stream: StreamId | None, count: i
 
 
 def encoded(context: SpanContext) -> bytes:
-    """Return the ids and the flags of a span as 25 bytes; none if there is no span."""
-    if not context.is_valid:
-        return b""
+    """Return the ids and the flags of a recorded span as 25 bytes; `NOT_RECORDED` for any other."""
+    if not (context.is_valid and context.trace_flags.sampled):
+        return NOT_RECORDED
     return context.trace_id.to_bytes(16, "big") + context.span_id.to_bytes(8, "big") + bytes((context.trace_flags,))
 
 
@@ -173,7 +205,8 @@ class _RecordFactory:
 
     def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
         record: logging.LogRecord = self._make(*arguments, **options)
-        context = get_current_span().get_span_context()
+        span = get_current_span()
+        context = INVALID_SPAN_CONTEXT if span is _NOT_RECORDED else span.get_span_context()
         record.otelTraceID = f"{context.trace_id:032x}" if context.is_valid else ""
         record.otelSpanID = f"{context.span_id:016x}" if context.is_valid else ""
         return record

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import refused
 from .errors import NotSupported
 
 if TYPE_CHECKING:
@@ -20,18 +21,27 @@ active: Spans | None = None
 """Makes the spans of this process; None while tracing is off."""
 
 
-def enable_tracing(tracer_provider: TracerProvider | None = None) -> None:
+NEW_TRACES_PER_S = 50.0
+
+
+def enable_tracing(
+    tracer_provider: TracerProvider | None = None, *, new_traces_per_s: float = NEW_TRACES_PER_S
+) -> None:
     """Make spans for publishing and handling in this process from now on, and add their ids to log records.
 
-    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. Raises NotSupported if OpenTelemetry is not
-    installed. Idempotent; the last provider counts.
+    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. Where there is no trace yet, at most
+    `new_traces_per_s` begin in a second, so that tracing costs a busy process little; 0: none; `math.inf`: all.
+    A publish within a recorded span of yours, and the handlers of its events, always have their spans. Raises
+    NotSupported if OpenTelemetry is not installed. Idempotent; the last call counts.
     """
     global active  # noqa: PLW0603 (one switch for the process)
+    if type(new_traces_per_s) not in (int, float) or not new_traces_per_s >= 0:
+        raise refused("new_traces_per_s", new_traces_per_s, "a number of at least 0")
     try:
         from .spans import Spans, add_ids_to_log_records  # noqa: PLC0415 (it imports OpenTelemetry)
     except ImportError as error:
         raise NotSupported(f"tracing needs OpenTelemetry ({error}): install headrace[otel]") from None
-    active = Spans(tracer_provider)
+    active = Spans(tracer_provider, new_traces_per_s)
     add_ids_to_log_records()
 
 

@@ -74,6 +74,8 @@ class HandlerDelivery(Delivery):
         batch."""
         progress, handle, gate, breaker = self.progress, self._handle, self.gate, self.gate.breaker
         ready, workers, counts = progress.ready, self._workers, self.counts
+        if tracing.active is not None:
+            tracing.active.record_nothing()  # instead of what this task inherited; a recorded batch has its own span
         now = monotonic()
         if len(ready) > 1 or progress.unseen is not None:
             self.wake()
@@ -122,7 +124,7 @@ class HandlerDelivery(Delivery):
                 now = monotonic()
         self.waiters.notify()
 
-    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan:
+    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan | None:
         assert tracing.active is not None
         return tracing.active.handling(self._provider, self.name, self.queue, batch, redriven=redriven)
 
@@ -226,7 +228,7 @@ class HandlerDelivery(Delivery):
         span = None
         try:
             if tracing.active is not None:
-                span = self._begin_span(batch, redriven=True)
+                span = self._begin_span(batch, redriven=True) or tracing.active.record_nothing()
             if self._handler.on_redrive is not None:
                 await self._handler.on_redrive(event)
             else:

@@ -51,7 +51,8 @@ class EventBatch(_message.Message):
     """Key of the stream within its namespace."""
     trace: _builtins.bytes
     """The span that published the batch, for traces of OpenTelemetry: 16 bytes of the trace's id, 8 of the span's, and 1 of
-    the trace flags. Absent without tracing.
+    the trace flags. One zero byte: the publisher has tracing on, and records no span for this batch. Absent without
+    tracing.
     """
     payload: _builtins.bytes
     """All payloads, one after the other."""

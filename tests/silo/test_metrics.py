@@ -1,8 +1,10 @@
 """The metrics: their values after known events, the table in the docs, and registries of other programs."""
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,16 @@ from headrace import (
     Provider,
     RetryPolicy,
     Selector,
+    SlowConsumer,
+    StorageError,
     StreamId,
     SubscriptionDefinition,
     Unavailable,
 )
 from headrace.server.config import GrpcConfig
-from headrace.silo.config import ProviderConfig, SiloConfig
+from headrace.silo.config import CacheConfig, ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
+from headrace.silo.lag_history import STORE_SAMPLES
 from headrace.silo.metric_definitions import SECTIONS
 from headrace.silo.metrics import ANSWER_S, tables
 from headrace.silo.unserved_queues import UnservedQueues
@@ -204,6 +209,109 @@ async def test_a_sample_that_fails_leaves_the_lag_out_and_goes_on(
             broken.setattr(provider.adapter, "bounds", fail)
             await metrics_until(silo, lambda found: at not in found)
         await metrics_until(silo, lambda found: at in found)
+
+
+async def test_a_full_cache_and_the_subscription_that_leaves_it_are_measured(tmp_path: Path) -> None:
+    blocked = asyncio.Event()
+
+    async def wait(event: Event) -> None:
+        await blocked.wait()
+
+    provider_options = {"queues": 1, "cache": CacheConfig(max_events=100)}
+    async with opened(tmp_path, provider=provider_options) as silo:
+        provider = silo.providers["default"]
+        subscription = await provider.subscribe("s", "n/*", wait, slow_consumer=SlowConsumer.THROTTLE)
+        for number in range(50):
+            await provider.publish(StreamId("n", str(number)), [b"x"] * 10)
+        queue = ("provider=default", "queue=0")
+        full = await metrics_until(
+            silo, lambda found: found.get(("headrace_cache_pressure_seconds_total", *queue), 0) > 0.1
+        )
+        assert full["headrace_cache_pressure", *queue] == 1
+        assert full["headrace_detached_streams_total", *S] == 0
+        await provider.subscribe("slow", "n/*", wait, slow_consumer=SlowConsumer.DETACH, start="earliest")
+        slow = ("provider=default", "subscription=slow")
+        assert (await samples_of(silo))["headrace_detached_streams_total", *slow] == 0
+        blocked.set()
+        await subscription.caught_up()
+        later = await metrics_until(silo, lambda found: found["headrace_cache_pressure", *queue] == 0)
+        pressure = later["headrace_cache_pressure_seconds_total", *queue]
+        assert (await samples_of(silo))["headrace_cache_pressure_seconds_total", *queue] == pressure
+
+
+async def test_streams_that_leave_the_cache_are_counted_and_caught_up(tmp_path: Path) -> None:
+    blocked = asyncio.Event()
+
+    async def wait(event: Event) -> None:
+        await blocked.wait()
+
+    provider_options = {"queues": 1, "cache": CacheConfig(max_events=100), "detach_after_s": 0.01}
+    async with opened(tmp_path, provider=provider_options) as silo:
+        provider = silo.providers["default"]
+        subscription = await provider.subscribe("s", "n/*", wait, slow_consumer=SlowConsumer.DETACH)
+        for number in range(50):
+            await provider.publish(StreamId("n", str(number)), [b"x"] * 10)
+        await metrics_until(silo, lambda found: found["headrace_detached_streams_total", *S] > 0)
+        blocked.set()
+        await subscription.caught_up()
+
+
+async def test_catch_ups_are_counted_while_they_run(tmp_path: Path) -> None:
+    handled, released = 0, asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        nonlocal handled
+        handled += 1
+        if not released.is_set():
+            await asyncio.sleep(0.01)
+
+    async with opened(tmp_path, provider={"queues": 1, "cache": CacheConfig(max_events=50)}) as silo:
+        provider = silo.providers["default"]
+        await provider.subscribe("other", "n/*", _ignore)
+        for number in range(500):
+            await provider.publish(StreamId("n", str(number)), b"x")
+        subscription = await provider.subscribe("s", "n/*", handle, concurrency=1, start="earliest")
+        await metrics_until(silo, lambda found: found["headrace_catch_ups", *S] == 1)
+        released.set()
+        await subscription.caught_up()
+        assert handled == 500
+        await metrics_until(silo, lambda found: found["headrace_catch_ups", *S] == 0)
+
+
+async def test_errors_of_the_queue_and_of_the_store_are_counted(tmp_path: Path) -> None:
+    generator = {"adapter": "generator", "queues": 1, "options": {"events": 10_000, "read_errors": 0.5}}
+    async with opened(tmp_path, provider=generator) as silo:
+        await silo.providers["default"].subscribe("s", "*/*", _ignore, start="earliest")
+        queue = ("provider=default", "queue=0")
+        await metrics_until(silo, lambda found: found.get(("headrace_queue_read_errors_total", *queue), 0) > 0)
+        with closing(sqlite3.connect(tmp_path / "control.db")) as other:
+            other.execute("DROP TABLE gaps")
+        with pytest.raises(StorageError):
+            await silo.providers["default"].store.gaps("default")
+        errors = [value for name, value in (await samples_of(silo)).items() if name[0] == "headrace_store_errors_total"]
+        assert sum(errors) >= 1
+
+
+async def test_dead_letters_that_are_kept_are_counted_after_a_restart_too(tmp_path: Path) -> None:
+    async def refuse(event: Event) -> None:
+        raise ValueError("no")
+
+    letters = ("headrace_kept_dead_letters", *S)
+    async with opened(tmp_path) as silo:
+        provider = silo.providers["default"]
+        subscription = await provider.subscribe("s", "n/*", refuse, retry=RetryPolicy(max_attempts=1))
+        for _ in range(STORE_SAMPLES):
+            await silo.lag_history.sample(provider)
+        assert (await samples_of(silo))[letters] == 0
+        await provider.publish(StreamId("n", "k"), [b"1", b"2"])
+        await subscription.caught_up()
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        found = await metrics_until(silo, lambda found: letters in found)
+        assert found[letters] == 2
+        await client.delete_dead_letters("s")
+        for _ in range(STORE_SAMPLES):
+            await silo.lag_history.sample(silo.providers["default"])
+        assert (await samples_of(silo))[letters] == 0
 
 
 async def test_the_log_and_the_store_are_measured(tmp_path: Path) -> None:

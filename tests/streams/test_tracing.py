@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from headrace import (
 from headrace.proto.v1 import events_pb2
 from headrace.streams import frames, layout, tracing
 from headrace.streams.incoming import accepted
-from headrace.streams.spans import decoded, encoded
+from headrace.streams.layout import NOT_RECORDED
+from headrace.streams.spans import MAX_LINKS, TraceLimit, decoded, encoded
 from headrace.streams.tracing import Instrumentor
 from tests.client.consumers import until
 from tests.silo.services.calling import opened
@@ -71,19 +73,21 @@ def traced() -> Iterator[Traced]:
 PAYLOADS = st.lists(st.binary(max_size=20), min_size=1, max_size=5)
 
 
-@given(PAYLOADS, st.booleans())
-def test_a_batch_keeps_its_trace_through_storage_and_the_wire(payloads: list[bytes], headers: bool) -> None:
+@given(PAYLOADS, st.booleans(), st.sampled_from([TRACE, NOT_RECORDED]))
+def test_a_batch_keeps_its_trace_through_storage_and_the_wire(
+    payloads: list[bytes], headers: bool, trace: bytes
+) -> None:
     events: list[bytes | Event] = [Event(one, headers={"a": "b"}) if headers else one for one in payloads]
-    batch = EventBatch.of(STREAM, events, trace=TRACE)
-    assert batch.trace() == TRACE
+    batch = EventBatch.of(STREAM, events, trace=trace)
+    assert batch.trace() == trace
     assert batch.payloads() == payloads
-    assert events_pb2.EventBatch.FromString(batch.encoded).trace == TRACE
+    assert events_pb2.EventBatch.FromString(batch.encoded).trace == trace
     stored = accepted(batch.encoded, 0)
-    assert (stored.payloads(), stored.trace()) == (payloads, TRACE)
+    assert (stored.payloads(), stored.trace()) == (payloads, trace)
     (delivered,), _ = frames.split(frames.frame(stored.encoded, 3, 70))
-    assert (delivered.batch.trace(), delivered.batch.payloads()) == (TRACE, payloads)
+    assert (delivered.batch.trace(), delivered.batch.payloads()) == (trace, payloads)
     last = frames.part(batch, [len(payloads) - 1])
-    assert EventBatch.decode(last).trace() == TRACE
+    assert EventBatch.decode(last).trace() == trace
     assert EventBatch.decode(last).payloads() == payloads[-1:]
 
 
@@ -96,9 +100,10 @@ def test_a_batch_without_a_trace_has_none(payloads: list[bytes]) -> None:
 
 def test_a_trace_of_another_length_is_refused() -> None:
     message = events_pb2.EventBatch.FromString(EventBatch.of(STREAM, [b"x", b"y"]).encoded)
-    message.trace = b"short"
-    with pytest.raises(InvalidArgument, match="the trace of a batch has 25 bytes, not 5"):
-        accepted(message.SerializeToString(), 0)
+    for wrong in (b"short", b"\1"):
+        message.trace = wrong
+        with pytest.raises(InvalidArgument, match=f"25 bytes, or is one zero byte; not {len(wrong)} bytes"):
+            accepted(message.SerializeToString(), 0)
 
 
 def test_a_batch_whose_fields_are_in_another_order_keeps_its_trace() -> None:
@@ -111,6 +116,7 @@ def test_the_ids_of_a_span_are_written_and_read() -> None:
     context = decoded(TRACE)
     assert (context.is_remote, context.trace_flags.sampled) == (True, True)
     assert encoded(context) == TRACE
+    assert encoded(decoded(TRACE[:24] + b"\0")) == NOT_RECORDED
     assert not decoded(b"damaged").is_valid
 
 
@@ -234,26 +240,91 @@ async def test_delayed_and_grouped_publishes_carry_the_trace(tmp_path: Path, tra
 async def test_an_unsampled_publish_makes_no_span_of_the_handler(tmp_path: Path) -> None:
     exporter, sampled = InMemorySpanExporter(), TracerProvider()
     sampled.add_span_processor(SimpleSpanProcessor(exporter))
-    handled = asyncio.Event()
+    traces = asyncio.Queue[bytes]()
 
-    async def handle(event: Event) -> None:
-        handled.set()
+    async def handle(batch: EventBatch) -> None:
+        traces.put_nowait(batch.trace())
 
+    tracer = TracerProvider(sampler=ParentBased(ALWAYS_OFF)).get_tracer("test")
     async with Provider.open(tmp_path) as provider:
-        await provider.subscribe("s", "orders/*", handle)
+        await provider.subscribe("s", "orders/*", handle, batch=True)
         try:
-            enable_tracing(TracerProvider(sampler=ParentBased(ALWAYS_OFF)))
-            publishing = tracing.active
-            assert publishing is not None
-            with publishing.publishing("default", STREAM, 1) as trace:
-                assert not trace[24] & 1
             enable_tracing(sampled)
-            batch = EventBatch.of(STREAM, [b"x"], trace=trace)
-            await provider.publish_encoded([batch])
-            await handled.wait()
+            with tracer.start_as_current_span("request"):
+                await provider.publish(STREAM, b"one")
+                await provider.publish(STREAM, [b"several", b"events"])
+                await provider.publish_many([(STREAM, b"many")])
+            assert {await traces.get() for _ in range(3)} == {NOT_RECORDED}
+            enable_tracing(TracerProvider(sampler=ParentBased(ALWAYS_OFF)))
+            await provider.publish(STREAM, b"its own sampler")
+            assert await traces.get() == NOT_RECORDED
         finally:
             disable_tracing()
     assert exporter.get_finished_spans() == ()
+
+
+def test_a_limit_admits_the_traces_of_a_second_at_once_and_then_at_its_rate() -> None:
+    now = 100.0
+    limit = TraceLimit(4)
+    assert [limit.admits(now) for _ in range(6)] == [True] * 4 + [False] * 2
+    now += 0.25
+    assert [limit.admits(now) for _ in range(2)] == [True, False]
+    now += 3600
+    assert sum(limit.admits(now) for _ in range(10)) == 4
+    seldom = TraceLimit(0.1)
+    assert [seldom.admits(now), seldom.admits(now)] == [True, False]
+    now += 10
+    assert seldom.admits(now)
+    assert not any(TraceLimit(0).admits(now) for _ in range(3))
+    assert all(TraceLimit(inf).admits(now) for _ in range(1000))
+
+
+async def test_beyond_the_limit_only_traces_of_the_user_are_recorded(tmp_path: Path, traced: Traced) -> None:
+    enable_tracing(traced.provider, new_traces_per_s=0)
+    traces = dict[bytes, bytes]()
+
+    async def handle(batch: EventBatch) -> None:
+        traces[batch.payloads()[0]] = batch.trace()
+
+    async with opened(tmp_path) as silo, Client(silo.grpc_address or "") as client:
+        provider = silo.providers["default"]
+        await provider.subscribe("s", "orders/*", handle, batch=True)
+        await provider.publish_encoded([EventBatch.of(STREAM, [b"other program"])])
+        for publisher in (provider, client):
+            await publisher.publish(STREAM, b"one")
+            await publisher.publish(STREAM, [b"several", b"events"])
+            await publisher.publish_many([(STREAM, b"many")])
+        with traced.provider.get_tracer("test").start_as_current_span("request") as request:
+            await client.publish(STREAM, b"traced")
+        await until(lambda: b"traced" in traces)
+    assert {key: trace for key, trace in traces.items() if key != b"traced"} == {
+        b"other program": b"",
+        b"one": NOT_RECORDED,
+        b"several": NOT_RECORDED,
+        b"many": NOT_RECORDED,
+    }
+    (send,), (process,) = traced.spans("send default"), traced.spans("process default")
+    assert send.parent is not None
+    assert send.parent.span_id == request.get_span_context().span_id
+    assert process.parent is not None
+    assert process.parent.span_id == id_of(send)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "50", True, None])
+def test_a_wrong_limit_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"new_traces_per_s is .*: expected a number of at least 0"):
+        enable_tracing(new_traces_per_s=wrong)
+    assert tracing.active is None
+
+
+async def test_the_span_of_a_pull_has_at_most_32_links(traced: Traced) -> None:
+    active = tracing.active
+    assert active is not None
+    with active.pulling("default", "s") as span:
+        span.received(EventBatch.of(STREAM, [b"x", b"y"], trace=TRACE) for _ in range(MAX_LINKS + 5))
+        span.received([])
+    (receive,) = traced.spans("receive default")
+    assert len(receive.links) == MAX_LINKS == 32
 
 
 async def test_a_batch_without_a_publisher_begins_a_trace_of_its_own(tmp_path: Path, traced: Traced) -> None:
@@ -269,19 +340,25 @@ async def test_a_batch_without_a_publisher_begins_a_trace_of_its_own(tmp_path: P
 
 
 async def test_publishes_of_a_handler_are_not_sampled_if_its_publisher_was_not(tmp_path: Path, traced: Traced) -> None:
-    published = asyncio.Event()
+    published, inner = asyncio.Event(), list[tuple[bool, str]]()
+    tracer = traced.provider.get_tracer("another library")
 
     async with Provider.open(tmp_path) as provider:
 
         async def forward(event: Event) -> None:
-            await provider.publish(StreamId("invoices", "1"), event.payload)
+            record = logging.getLogRecordFactory()("a", 1, "", 1, "", (), None)
+            with tracer.start_as_current_span("query") as query:
+                inner.append((query.is_recording(), vars(record)["otelTraceID"]))
+                await provider.publish(StreamId("invoices", "1"), event.payload)
             published.set()
 
-        await provider.subscribe("s", "orders/*", forward)
+        with tracer.start_as_current_span("starting"):
+            await provider.subscribe("s", "orders/*", forward)
         await provider.publish_encoded([EventBatch.of(STREAM, [b"x"], trace=TRACE[:24] + b"\x00")])
         await published.wait()
     assert traced.spans("send default") == []
     assert traced.spans("process default") == []
+    assert inner == [(False, "")]
 
 
 async def test_a_record_may_have_fields_of_its_own(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,9 +375,9 @@ async def test_a_tracer_that_fails_is_a_failure_of_the_attempt(tmp_path: Path, t
     async with Provider.open(tmp_path) as provider:
         retry = RetryPolicy(initial_delay_s=0.01)
         await provider.subscribe("s", "orders/*", handle, retry=retry, circuit_breaker=False)
-        spans, calls = tracing.active, list[int]()
-        assert spans is not None
-        begin = spans.handling
+        active, calls = tracing.active, list[int]()
+        assert active is not None
+        begin = active.handling
 
         def fail_once(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
@@ -308,7 +385,7 @@ async def test_a_tracer_that_fails_is_a_failure_of_the_attempt(tmp_path: Path, t
                 raise RuntimeError("a broken processor of spans")
             return begin(*arguments, **options)
 
-        spans.handling = fail_once  # type: ignore[method-assign]
+        active.handling = fail_once  # type: ignore[method-assign]
         await provider.publish(STREAM, b"x")
         await handled.wait()
     assert len(calls) == 2
