@@ -292,13 +292,14 @@ def _moving(
     if members and (blocked := [member for member in members if member.blocked]) and len(blocked) == len(members):
         return "blocked", f"consumer {blocked[0].id} gets no events: {blocked[0].blocked}"
     if members is not None and total["ready"] and (problem := _idle_members(members)):
-        return "out of credit", f"{problem}, {total['ready']} streams are ready"
+        return "out of credit", f"{problem}, {counted(total['ready'], 'ready stream')}"
     if total["parked"] or any(catching_up for _, _, catching_up in parts):
         return "behind", f"catching up outside of the cache, {total['parked']} streams parked"
     if not total["ready"] and not total["in_flight"]:
         return "caught up", ""
-    doing = "handlers run" if members is None else "parcels are in consumers' hands"
-    return "running", f"{total['in_flight']} {doing}, {total['ready']} streams are ready"
+    busy, ready = total["in_flight"], counted(total["ready"], "ready stream")
+    work = counted(busy, "running handler") if members is None else f"{counted(busy, 'parcel')} in consumers' hands"
+    return "running", f"{work}, {ready}"
 
 
 def _idle_members(members: Sequence[MemberStatistics]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from ...streams.background import BackgroundTasks, end
 from ...streams.errors import HeadraceError
 from .help import SectionedCommand
 from .options import ProviderPlace, SiloPlace, adapter_options, calling, opened, place_options, typed
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
     from ..top.screen import TopScreen
     from ..top.sources import Content, ContentSource
+
+
+SLOW_S = 3.0
+"""The screen says so if an answer takes longer, in seconds."""
 
 
 @click.command("top", cls=SectionedCommand)
@@ -79,38 +84,66 @@ async def _watch(place: ProviderPlace, interval_s: float) -> None:
     from ..top.terminal import keys_of_terminal  # noqa: PLC0415
 
     pressed: asyncio.Queue[str] = asyncio.Queue()
-    async with _source(place) as (source, where):
+    async with _source(place) as (source, where), BackgroundTasks() as background:
         screen = TopScreen(where, interval_s)
-        content, note = await source.overview(), ""
-        detail: Content | None = None
-        console = Console(highlight=False)
+        shown = _Shown(source, await source.overview())
+        console, loop = Console(highlight=False), asyncio.get_running_loop()
         with keys_of_terminal(pressed), Live(console=console, screen=True, auto_refresh=False) as live:
-            refreshed = asyncio.get_running_loop().time()
+            began, refresh = loop.time(), None
             while not screen.quitting:
-                lines = screen.draw(content, detail, console.width, console.height, note)
+                note = shown.note if refresh is None else _slow(loop.time() - began) or shown.note
+                lines = screen.draw(shown.content, shown.detail, console.width, console.height, note)
                 live.update(Group(*lines), refresh=True)
-                before = screen.table, screen.target
-                if (key := await _key(pressed, refreshed + screen.interval_s)) is not None:
-                    screen.press(key, content)
-                    if (screen.table, screen.target) == before:
-                        continue
-                    detail = None
-                try:
-                    if not screen.frozen:
-                        content, note = await source.overview(), ""
-                    if screen.target is not None and (detail is None or not screen.frozen):
-                        detail = await _details(screen, source)
-                except HeadraceError as error:  # shown until an attempt succeeds
-                    note = str(error)
-                refreshed = asyncio.get_running_loop().time()
+                # A refresh may hang, so keys are read meanwhile.
+                key = await _key(pressed, loop.time() + 1.0 if refresh is not None else began + screen.interval_s)
+                target = screen.table, screen.target
+                if key:
+                    screen.press(key, shown.content)
+                if (screen.table, screen.target) != target:
+                    shown.detail = None
+                    await end(refresh)
+                elif key or (refresh is not None and not refresh.done()):
+                    continue
+                elif refresh is not None:
+                    refresh.result()
+                    refresh, began = None, loop.time()
+                    continue
+                began = loop.time()
+                refresh = background.hold(shown.refresh(screen), "headrace top")
+                refresh.add_done_callback(lambda _: pressed.put_nowait(""))
 
 
-async def _key(pressed: asyncio.Queue[str], until: float) -> str | None:
-    """Return the next key; None if there is none until this loop time."""
+def _slow(waited_s: float) -> str:
+    return f"no answer for {waited_s:.0f} s" if waited_s > SLOW_S else ""
+
+
+async def _key(pressed: asyncio.Queue[str], until: float) -> str:
+    """Return the next key; "" if there is none until this loop time, or if a refresh ended."""
     with suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             return await pressed.get()
-    return None
+    return ""
+
+
+class _Shown:
+    """What is on the screen."""
+
+    def __init__(self, source: ContentSource, content: Content) -> None:
+        self._source = source
+        self.content = content
+        self.detail: Content | None = None
+        self.note = ""
+        """Why the content is not new."""
+
+    async def refresh(self, screen: TopScreen) -> None:
+        """Ask the source for what the screen shows. If that fails, the old content stays."""
+        try:
+            if not screen.frozen:
+                self.content, self.note = await self._source.overview(), ""
+            if screen.target is not None and (self.detail is None or not screen.frozen):
+                self.detail = await _details(screen, self._source)
+        except HeadraceError as error:
+            self.note = str(error)
 
 
 async def _details(screen: TopScreen, source: ContentSource) -> Content | None:

@@ -18,6 +18,7 @@ import msgspec
 import pyte
 import pytest
 
+from tests.faults.silo_process import silo_process
 from tests.silo.dashboard.scene import DEAD, scene
 
 PATIENCE_S = 60
@@ -183,3 +184,20 @@ async def test_a_silo_that_is_gone_is_one_line_and_the_screen_stays(tmp_path: Pa
         assert await terminal.ended() == 0
     finally:
         terminal.close()
+
+
+async def test_keys_work_while_a_silo_does_not_answer(tmp_path: Path) -> None:
+    async with silo_process(tmp_path / "silo") as silo, watching("--server", silo.address) as terminal:
+        await terminal.until(has("SUBSCRIPTION"))
+        silo.signal(signal.SIGSTOP)
+        await terminal.until(has("no answer for"))
+        terminal.press("?")
+        await terminal.until(lambda lines: not has("SUBSCRIPTION")(lines))
+        terminal.press("?")
+        await terminal.until(has("SUBSCRIPTION"))
+        silo.signal(signal.SIGCONT)
+        await terminal.until(lambda lines: not has("no answer for")(lines))
+        silo.signal(signal.SIGSTOP)
+        await terminal.until(has("no answer for"))
+        terminal.press("q")
+        assert await terminal.ended() == 0
