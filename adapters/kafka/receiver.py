@@ -12,6 +12,7 @@ from confluent_kafka import KafkaError
 
 from ...streams.errors import Closed, HeadraceError, StorageError
 from ...streams.events import EventBatch
+from ...streams.wording import counted
 from ..limits import within_limits
 from ..receiving import RETENTION, Bounds, Gap, QueueReceiver, Received
 from .fetching import FetchedGroup, PartitionFetcher
@@ -130,15 +131,18 @@ class KafkaReceiver(QueueReceiver):
         self._unchecked = self._unchecked or group.paused
         deliver = self._queue.note(group)
         waiting, add = 0, self._steps.append
+        skipped: list[tuple[int, str]] = []
+        duplicates: list[int] = []
         for (offset, batch, _, _), wanted in zip(group.records, deliver, strict=True):
             if not wanted:
-                log.info("queue %d: a late duplicate at offset %d is left out", self._queue.number, offset)
+                duplicates.append(offset)
             elif isinstance(batch, str):
-                log.error("queue %d, offset %d: %s; it is skipped", self._queue.number, offset, batch)
+                skipped.append((offset, batch))
                 add(_Step(offset + 1, gap=Gap(offset, offset + 1, batch)))
             else:
                 add(_Step(offset + 1, batch))
                 waiting += len(batch.encoded)
+        self._log_left_out(skipped, duplicates)
         reached = self._steps[-1].end if self._steps else self._position
         if group.end > reached:
             self._steps.append(_Step(group.end))
@@ -148,6 +152,17 @@ class KafkaReceiver(QueueReceiver):
         if group.error is None:
             self._rejected_position = None
         self._changed.set()
+
+    def _log_left_out(self, skipped: Sequence[tuple[int, str]], duplicates: Sequence[int]) -> None:
+        """Log the records of one group that are not delivered: one line for many."""
+        if duplicates:
+            count, first = counted(len(duplicates), "late duplicate"), duplicates[0]
+            log.info("queue %d: %s from offset %d on left out", self._queue.number, count, first)
+        if skipped:
+            (first, reason), last = skipped[0], skipped[-1][0]
+            more = counted(len(skipped) - 1, "more record")
+            others = f", and {more} up to offset {last}, too" if len(skipped) > 1 else ""
+            log.error("queue %d, offset %d: %s; it is skipped%s", self._queue.number, first, reason, others)
 
     async def _recover_from(self, error: KafkaError | Exception) -> Received | None:
         """Recover from an error that has ended the fetcher: return a gap, or fetch again. Raises StorageError."""

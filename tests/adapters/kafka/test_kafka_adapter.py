@@ -86,7 +86,9 @@ async def test_marker_of_a_transaction_at_the_end_is_passed_without_a_gap(
         assert await received(at_marker, 1) == ["after"]
 
 
-async def test_record_that_is_no_batch_is_a_gap(address: str, foreign: ForeignProgram) -> None:
+async def test_record_that_is_no_batch_is_a_gap(
+    address: str, foreign: ForeignProgram, caplog: pytest.LogCaptureFixture
+) -> None:
     topic = new_topic()
     async with opened(address, topic) as adapter:
         await asyncio.to_thread(foreign.write, topic, [b"\xff no batch", None, batch("good").encoded])
@@ -96,6 +98,9 @@ async def test_record_that_is_no_batch_is_a_gap(address: str, foreign: ForeignPr
             assert gap is not None
             assert (gap.low, gap.high) == (low, low + 1)
         assert await received(receiver, 1) == ["good"]
+    (line,) = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert "queue 0, offset 0: " in line
+    assert line.endswith("; it is skipped, and 1 more record up to offset 1, too")
 
 
 async def test_finished_batches_above_their_age_are_deleted_and_others_stay(address: str) -> None:
