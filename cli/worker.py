@@ -13,9 +13,9 @@ from ..silo.config import SiloConfig
 from ..silo.host import Silo
 from ..silo.supervisor import WorkerStatus
 from ..streams.errors import HeadraceError
-from .commands.silo import serve
 from .log_format import log_to_stderr
 from .outcome import exit_code, message
+from .serving import serve
 
 log = logging.getLogger("headrace.silo")
 

@@ -19,7 +19,7 @@ from hashlib import sha256
 from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
-from ..store.control_store import TokenRecord
+from ..store.token_record import TokenRecord
 from ..streams.background import BackgroundTasks, run_periodically
 from ..streams.errors import HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from ..streams.identity import StreamId, unquote

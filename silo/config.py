@@ -39,7 +39,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
@@ -48,9 +47,9 @@ from ..balancer.cluster_options import ClusterOptions
 from ..server.config import GrpcConfig, HttpConfig
 from ..streams.delays import check_delays
 from ..streams.errors import InvalidArgument, NotFound
+from .addresses import check_store, parse_address
 from .options import CacheOptions, ProviderOptions
 
-_POSTGRES = ("postgresql", "postgresql+psycopg")
 _CACHE = CacheOptions()
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -197,18 +196,6 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return closed or not self.http.loopback
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`. An IPv6 address is in brackets. Raise InvalidArgument for another text."""
-    host, _, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII):
-        raise InvalidArgument(f"{text!r} is no address: write HOST:PORT, as in 127.0.0.1:9465 or [::1]:9465")
-    return host, int(port)
-
-
 def check(config: SiloConfig) -> None:
     """Raise InvalidArgument for options that contradict each other, or that would let any client in."""
     grpc = config.grpc
@@ -288,29 +275,6 @@ def _check_mapping(cluster: ClusterConfig, providers: Mapping[str, ProviderConfi
         raise InvalidArgument(
             f"cluster.mapping: no provider has a queue {beyond[0]}: the highest queue is {queues - 1}"
         )
-
-
-def check_store(store: str, option: str) -> None:
-    """Raise InvalidArgument if `store` is no URL of a PostgreSQL database.
-
-    The message does not show the URL: in a malformed one, any part may be the password.
-    """
-    if not _is_postgres(store):
-        raise InvalidArgument(
-            f"{option} is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST/DATABASE; in the user "
-            "and the password, write %2F for /, %40 for @, %3A for :, %3F for ?, %23 for #"
-        )
-
-
-def _is_postgres(store: str) -> bool:
-    try:
-        url = urlsplit(store)
-        host = url.hostname or parse_qs(url.query).get("host")
-        return (
-            url.scheme in _POSTGRES and bool(host) and url.port != 0 and url.netloc.count("@") <= 1 and not url.fragment
-        )
-    except ValueError:  # of the port, or an address in brackets
-        return False
 
 
 def _check_dashboard(http: HttpConfig, config: SiloConfig) -> None:

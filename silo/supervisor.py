@@ -22,7 +22,8 @@ from ..streams.background import BackgroundTasks, end
 from ..streams.backoff import Backoff
 from ..streams.errors import InvalidArgument
 from ..streams.outcomes import DONE, FAILED, USAGE, CommandFailed
-from .config import ClusterConfig, SiloConfig, check, parse_address
+from .addresses import parse_address
+from .config import ClusterConfig, SiloConfig, check
 
 log = logging.getLogger("headrace.silo")
 

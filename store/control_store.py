@@ -9,7 +9,7 @@ to open a store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from .schema import entries, providers, tokens
 from .store_clock import BootId, Clock
 from .store_part import insert_into, store_value
 from .subscription_store import SubscriptionStore
+from .token_record import TokenRecord
 
 _ROWS_AT_ONCE = 100
 
@@ -41,22 +42,6 @@ class ProviderRecord(NamedTuple):
     mapper: str
     options: Mapping[str, Any] = {}
     """The options of the adapter that say where the queues are. They may change."""
-
-
-class TokenRecord(NamedTuple):
-    """An access token as it is stored: its client and its permissions, not the token itself.
-
-    `hash` is its plain SHA-256. A slow hash, as for passwords, would add no protection: a token is 256 random bits,
-    which cannot be guessed.
-    """
-
-    name: str
-    hash: bytes
-    permissions: Mapping[str, Sequence[str]]
-    """Patterns of namespaces by permission, such as {"publish": ["orders*"]}."""
-    created_at_us: int
-    client: str
-    """The client that uses the token. A client may have several tokens, so that one can replace another."""
 
 
 class ControlStore(SubscriptionStore, DeadLetterStore):

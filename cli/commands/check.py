@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ...silo.checking import CheckedAmounts, DirectoryCheck
 from ...streams.outcomes import CommandFailed
 from ...streams.wording import counted
+from ..interrupts import interrupts_kill
 from .help import SectionedCommand
 from .options import data_options
 from .output import json_option, note, print_json
 from .running import run
+
+if TYPE_CHECKING:
+    from ...silo.checking import CheckedAmounts
 
 _EVERY_S = 2.0
 
@@ -28,6 +32,8 @@ def command(*, data: Path, store: str | None, as_json: bool) -> None:
     Nothing is written to the directory, and silos may run on it. Prints a line for each fault, with what to do. The
     exit code is 0 if there is none, else 1.
     """
+    with interrupts_kill():
+        from ...silo.checking import DirectoryCheck  # noqa: PLC0415 (not for --help)
     check = DirectoryCheck(data, store, _progress())
     run(check.run())
     found, checked = check.findings, check.checked

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...silo.config import check_store
+from ...silo.addresses import check_store
 from ...streams.errors import HeadraceError
 from .help import CommandGroup
 from .options import SiloPlace, calling, data_option, provider_option, server_options, store_option

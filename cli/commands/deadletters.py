@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...client.stream_provider import SubscriptionAdministration
 from ...streams.errors import InvalidArgument, NotFound
 from ...streams.subscriptions import DeadLetter
 from ...streams.wording import counted
@@ -18,6 +17,9 @@ from .options import ProviderPlace, adapter_options, place_options
 from .output import json_option, note, print_fields, print_json, print_table
 from .rendering import payload_fields
 from .running import run
+
+if TYPE_CHECKING:
+    from ...client.stream_provider import SubscriptionAdministration
 
 REASON_WIDTH = 100
 """Most characters of a reason that the list shows."""

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import click
 
-from ...effects import administration, schema
 from ...streams.errors import InvalidArgument
+from ..interrupts import interrupts_kill
 from .help import CommandGroup
 from .output import json_option, note, print_json, print_table
 
@@ -28,6 +28,8 @@ def command() -> None:
 @json_option
 def migrate(*, url: str, as_json: bool) -> None:
     """Create the tables in the database at URL, or bring them to this version."""
+    with interrupts_kill():
+        from ...effects import administration, schema  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url, migrated=False) as connection:
         changed = schema.migrate(connection)
     if as_json:
@@ -43,6 +45,8 @@ def migrate(*, url: str, as_json: bool) -> None:
 @json_option
 def ddl(*, dialect: str, as_json: bool) -> None:
     """Print the statements that create the tables, for a migration of your own."""
+    with interrupts_kill():
+        from ...effects import schema  # noqa: PLC0415 (it imports SQLAlchemy)
     if as_json:
         print_json(schema.ddl(dialect))
         return
@@ -55,6 +59,8 @@ def ddl(*, dialect: str, as_json: bool) -> None:
 @json_option
 def list_(*, url: str, as_json: bool) -> None:
     """List the providers (origins) and subscriptions that have rows in the database at URL."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         found = administration.summaries(connection)
     if as_json:
@@ -76,6 +82,8 @@ def unknown(*, url: str, subscription: str | None, origin: str | None, apply: bo
     They stay dead letters. To apply them, give --apply, and then redrive them again. To discard them, run 'headrace
     deadletters delete'.
     """
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         found = administration.unknown_events(connection, subscription, origin)
         if apply:
@@ -99,6 +107,8 @@ def prune(*, url: str, older_than: str, origin: str | None, as_json: bool) -> No
 
     A position is kept if it has a state, or an event that failed and may be redriven.
     """
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     age = _duration(older_than)
     with administration.opened(url) as connection:
         ended, deleted = administration.prune(connection, age, origin)
@@ -114,6 +124,8 @@ def prune(*, url: str, older_than: str, origin: str | None, as_json: bool) -> No
 @json_option
 def outbox(*, url: str, retry: bool, as_json: bool) -> None:
     """Show the events in the outbox of the database at URL that are not published yet."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         if retry:
             note(f"tried again: {administration.retry_refused(connection)} batches")

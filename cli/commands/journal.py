@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from ...adapters import ProducerSequence
-from ...silo.provider import Provider
 from ...store.datadir import DataDirectory, lock, open_data_directory
 from ...streams.private_files import make_directory, opener
+from ...streams.publishing import ProducerSequence
 from .lines import CHUNK_BYTES, LineFormat
 
 if TYPE_CHECKING:
     from ...client.client import Client
+    from ...silo.provider import Provider
 
 _LOCKS = ".publish"
 

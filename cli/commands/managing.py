@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...client.stream_provider import SubscriptionAdministration
 from .options import ProviderPlace, SiloPlace, connected, opened
+
+if TYPE_CHECKING:
+    from ...client.stream_provider import SubscriptionAdministration
 
 
 @asynccontextmanager

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from ...silo.config import check_store
-from ...silo.options import ProviderOptions
-from ...silo.provider import Provider
+from ...silo.addresses import check_store
 from ...store.datadir import MARKER, check_marker_kept, check_provider_name
 from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound
 from ...streams.subscriptions import Start
@@ -22,9 +20,10 @@ from ...streams.wording import counted
 from .help import SectionedOption
 from .output import note
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they take longer to import than a command takes to show its help
     from ...client.client import Client
     from ...client.connection import GrpcTransport
+    from ...silo.provider import Provider
 
 CONNECT_S = 5.0
 """How long a command tries to reach a silo, in seconds."""
@@ -293,6 +292,9 @@ async def opened(
     check_provider_name(data_place.provider)
     if not create:
         check_data_directory(data_place)
+    from ...silo.options import ProviderOptions  # noqa: PLC0415 (after the checks that need no more than --help)
+    from ...silo.provider import Provider  # noqa: PLC0415
+
     new = [path for path in (data_place.data / MARKER, _directory(data_place)) if not path.exists()]
     async with AsyncExitStack() as stack:
         keywords: dict[str, Any] = {"options": data_place.options, **(how or {})}

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...adapters import QueueStatistics
-from ...silo.provider import Provider
-from ...silo.views import age_s, due_in_s, fault_at, lag_of
 from ...streams.errors import DataDirectoryError, NotFound
 from ...streams.outcomes import CommandFailed
 from ...streams.subscriptions import Checkpoint
@@ -27,7 +24,9 @@ from .output import json_option, print_json, print_table
 from .running import run
 
 if TYPE_CHECKING:
+    from ...adapters import QueueStatistics
     from ...proto.v1 import cluster_pb2 as pb
+    from ...silo.provider import Provider
 
 
 @click.command("queues", cls=SectionedCommand)
@@ -98,6 +97,8 @@ def _delayed(queue: Mapping[str, Any]) -> tuple[object, ...]:
 
 async def _of_data(data_place: DataPlace) -> list[dict[str, Any]]:
     async with opened(data_place) as provider:
+        from ...silo.views import fault_at  # noqa: PLC0415 (not for --help)
+
         checkpoints = await all_checkpoints(provider)
         found: list[dict[str, Any]] = []
         for queue in range(provider.queues):
@@ -124,6 +125,8 @@ async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoi
 
 
 async def _behind(provider: Provider, queue: int, of: Mapping[str, Checkpoint]) -> dict[str, Any]:
+    from ...silo.views import age_s, due_in_s, lag_of  # noqa: PLC0415 (not for --help)
+
     lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None))
     return {
         "lag_batches": lag.batches,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ...silo.repair import renew_control, renew_log, skip_damage
 from ...streams.wording import counted
+from ..interrupts import interrupts_kill
 from .help import CommandGroup
 from .options import data_options, provider_option
 from .output import json_option, note, print_json
@@ -32,6 +32,8 @@ def log(*, data: Path, store: str | None, provider: str, as_json: bool) -> None:
     Every subscription continues at the beginning of the new log, and gets a gap record. Offsets are not used again.
     First stop the processes that use the provider.
     """
+    with interrupts_kill():
+        from ...silo.repair import renew_log  # noqa: PLC0415 (not for --help)
     starts = run(renew_log(data, provider, store))
     if as_json:
         print_json({"provider": provider, "starts": {str(queue): offset for queue, offset in starts.items()}})
@@ -49,6 +51,8 @@ def control(*, data: Path, store: str | None, as_json: bool) -> None:
     stop the processes that use the directory. If only control.db-wal is damaged, the data saved before the damage
     stays.
     """
+    with interrupts_kill():
+        from ...silo.repair import renew_control  # noqa: PLC0415 (not for --help)
     names, damage = run(renew_control(data, store))
     if as_json:
         print_json({"providers": names, "damage": None if damage is None else str(damage)})
@@ -69,6 +73,8 @@ def queue(*, data: Path, store: str | None, provider: str, queue: int, as_json: 
 
     The damaged events are lost. Each subscription that is not past them gets a gap record. Silos may run meanwhile.
     """
+    with interrupts_kill():
+        from ...silo.repair import skip_damage  # noqa: PLC0415 (not for --help)
     skipped = run(skip_damage(data, provider, queue, store))
     if as_json:
         print_json(

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ...silo.config import SiloConfig, parse_address
-from ...silo.config_loader import load_config, named_source, unknown_variables
-from ...silo.host import Silo
-from ...silo.supervisor import WorkerSupervisor, configurations
-from ...silo.tuning import tune_interpreter
-from ...streams.background import first_of
-from ...streams.errors import InvalidArgument
-from ...streams.outcomes import DONE
-from ..log_format import log_to_stderr
+from ...silo.addresses import parse_address
+from ..interrupts import interrupts_kill
 from .help import SectionedCommand, SectionedOption
-from .running import handle_signals
-
-log = logging.getLogger("headrace.silo")
 
 _grpc_option = functools.partial(click.option, cls=SectionedOption, section="gRPC")
 _http_option = functools.partial(click.option, cls=SectionedOption, section="HTTP")
@@ -90,36 +77,10 @@ def command(
     those that follow. A process that dies is started again.
     """
     flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
-    loaded = load_config(config, os.environ, flags)
-    log_to_stderr(loaded.log_level)
-    for line in unknown_variables(os.environ):
-        log.warning("%s", line)
-    try:
-        if loaded.workers is not None:
-            return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
-        asyncio.run(serve(loaded, None))
-    except InvalidArgument as error:
-        raise named_source(error, config, os.environ) from None
-    return DONE
+    with interrupts_kill():
+        from ..serving import run_silo  # noqa: PLC0415 (not for --help)
+    return run_silo(config, flags)
 
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-async def serve(
-    config: SiloConfig, stop_requested: asyncio.Event | None, ready: Callable[[Silo], object] = lambda _: None
-) -> None:
-    """Run a silo until a signal, or until `stop_requested` is set."""
-    stop_requested = stop_requested or asyncio.Event()
-    handle_signals(lambda _: stop_requested.set())
-    async with Silo.opened(config) as silo:
-        tune_interpreter()
-        ready(silo)
-        await first_of(stop_requested.wait(), silo.until_superseded(), name="headrace silo end")
-
-
-async def _supervise(configs: Sequence[SiloConfig]) -> int:
-    supervisor = WorkerSupervisor(configs)
-    handle_signals(lambda _: supervisor.stop(), supervisor.kill)
-    return await supervisor.run()

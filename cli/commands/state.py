@@ -5,18 +5,19 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from ...effects import administration
-from ...effects.administration import StoredState
-from ...effects.state import MAX_STATE_BYTES
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
+from ..interrupts import interrupts_kill
 from .help import CommandGroup
 from .output import json_option, note, print_json, print_table
+
+if TYPE_CHECKING:
+    from ...effects.administration import StoredState
 
 MAX_SHOWN = 60
 """Characters of a state in a table."""
@@ -49,6 +50,8 @@ def command() -> None:
 @json_option
 def list_(*, url: str, origin: str | None, subscription: str | None, limit: int, as_json: bool) -> None:
     """List states, in the order of their streams."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         found = administration.states(connection, subscription, origin, limit=limit)
     if as_json:
@@ -63,6 +66,8 @@ def list_(*, url: str, origin: str | None, subscription: str | None, limit: int,
 @json_option
 def show(*, url: str, origin: str | None, subscription: str, stream: str, as_json: bool) -> None:
     """Print the state of STREAM (namespace/key)."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         found = administration.state(connection, subscription, StreamId.parse(stream), origin)
     if as_json:
@@ -79,9 +84,7 @@ def show(*, url: str, origin: str | None, subscription: str, stream: str, as_jso
 @click.option(
     "--max-bytes",
     type=click.IntRange(min=1),
-    default=MAX_STATE_BYTES,
-    show_default=True,
-    help="The limit of the handler: StreamState(max_bytes=...).",
+    help="The limit of the handler: StreamState(max_bytes=...).  [default: 65536]",
 )
 @json_option
 def set_(
@@ -93,10 +96,13 @@ def set_(
     value: str,
     as_bytes: bool,
     version: int | None,
-    max_bytes: int,
+    max_bytes: int | None,
     as_json: bool,
 ) -> None:
     """Set the state of STREAM to VALUE, which is JSON. Handlers see it with their next event."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
+        from ...effects.state import MAX_STATE_BYTES  # noqa: PLC0415
     encoded = value.encode()
     if not as_bytes:
         try:
@@ -106,7 +112,13 @@ def set_(
     with administration.opened(url) as connection:
         parsed = StreamId.parse(stream)
         known = administration.set_state(
-            connection, subscription, parsed, encoded, version=version, origin=origin, max_bytes=max_bytes
+            connection,
+            subscription,
+            parsed,
+            encoded,
+            version=version,
+            origin=origin,
+            max_bytes=max_bytes or MAX_STATE_BYTES,
         )
     if as_json:
         print_json({"set": stream})
@@ -121,6 +133,8 @@ def set_(
 @json_option
 def delete(*, url: str, origin: str | None, subscription: str, stream: str, as_json: bool) -> None:
     """Delete the state of STREAM. Its position stays, so no effect is applied again."""
+    with interrupts_kill():
+        from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         administration.set_state(connection, subscription, StreamId.parse(stream), None, origin=origin)
     if as_json:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...silo.provider import Provider
 from ...streams.errors import CorruptRecord, NotSupported
-from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.outcomes import CommandFailed
 from .help import SectionedCommand
 from .options import DataPlace, adapter_options, data_place_options, opened
 from .output import json_option, print_json, print_table
 from .running import run
+
+if TYPE_CHECKING:
+    from ...silo.provider import Provider
+    from ...streams.events import EventBatch
 
 EVENTS_AT_ONCE = 10_000
 BYTES_AT_ONCE = 4 << 20

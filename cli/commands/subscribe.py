@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...silo.provider import LocalSubscription, Provider
 from ...streams.background import end
 from ...streams.errors import Busy, CorruptRecord, NotFound, PermissionDenied
 from ...streams.events import Event, EventBatch
-from ...streams.handlers import SubscriptionDeclaration
 from ...streams.identity import StreamId
 from ...streams.outcomes import DONE
 from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition
@@ -40,6 +38,7 @@ from .writing import ThreadedWriter
 
 if TYPE_CHECKING:
     from ...client.client import Client
+    from ...silo.provider import LocalSubscription, Provider
 
 DRAIN_S = 2.0
 
@@ -207,6 +206,8 @@ async def _subscribe(
     render = renderer(format_)
     predicate = all_of([parse_filter(text) for text in wanted.filters])
     async with opened(data_place, how, create=how["adapter"] is not None) as provider:
+        from ...streams.handlers import SubscriptionDeclaration  # noqa: PLC0415 (not for --help)
+
         await _forget_left_behind(provider)
         agents_log = logging.getLogger("headrace.agents")
         agents_log.addFilter(_is_no_limit)

@@ -8,19 +8,22 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...server.access import REFRESH_S, Permission, new_token
-from ...silo.config import check_store
-from ...store.control_store import ControlStore, TokenRecord
+from ...silo.addresses import check_store
 from ...store.datadir import MARKER, check_marker_kept, open_data_directory
+from ...store.token_record import TokenRecord
 from ...streams.errors import NotFound
 from .help import CommandGroup
 from .options import data_option, store_option, typed
 from .output import json_option, note, print_json, print_table
 from .running import run
+
+if TYPE_CHECKING:
+    from ...store.control_store import ControlStore
 
 
 @click.group("tokens", cls=CommandGroup)
@@ -155,7 +158,10 @@ async def _revoke(kept: Kept, name: str) -> None:
 @asynccontextmanager
 async def _opened(kept: Kept, *, create: bool = False) -> AsyncGenerator[ControlStore]:
     """Open the control store of the place. A data directory has to exist unless `create`."""
-    store = await ControlStore.open(_control_db(kept, create) if isinstance(kept, Path) else kept)
+    database = _control_db(kept, create) if isinstance(kept, Path) else kept
+    from ...store.control_store import ControlStore  # noqa: PLC0415 (it imports SQLAlchemy)
+
+    store = await ControlStore.open(database)
     try:
         yield store
     finally:

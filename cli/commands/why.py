@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...silo.why_causes import Cause
-from ...silo.why_gathering import StreamExplanation, explain_stream
 from ...streams.identity import StreamId
 from ...streams.wording import printable
 from .help import SectionedCommand
 from .options import ProviderPlace, SiloPlace, adapter_options, calling, opened, place_options
 from .output import json_option, print_json
 from .running import run
+
+if TYPE_CHECKING:
+    from ...silo.why_causes import Cause
+    from ...silo.why_gathering import StreamExplanation
 
 ANSWER_S = 5.0
 
@@ -59,6 +61,9 @@ def _document(one: StreamExplanation) -> dict[str, Any]:
 
 
 async def _explain(place: ProviderPlace, stream: StreamId, name: str) -> Sequence[StreamExplanation]:
+    from ...silo.why_causes import Cause  # noqa: PLC0415 (not for --help)
+    from ...silo.why_gathering import StreamExplanation, explain_stream  # noqa: PLC0415
+
     if not isinstance(place, SiloPlace):
         async with opened(place) as provider:
             return await explain_stream(provider, stream, name, is_asked=False)

@@ -6,21 +6,22 @@ import shlex
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import click
 
-from ...silo.tuning import tune_interpreter
 from ...streams.errors import InvalidArgument
 from ...streams.outcomes import CommandFailed, CommandInterrupted
 from ..commands.output import json_option, note, print_json
 from ..commands.running import run
+from ..interrupts import interrupts_kill
 from .flights import Flights, installed_flights, load_flights
 from .jobs import open_jobs
 from .run import DEFAULTS, DemoRun, DemoSettings, begin, opened
-from .stage import DemoStage, DemoVerdict, check_only_the_demo
-from .watching import report, watched
+
+if TYPE_CHECKING:  # they take longer to import than a command takes to show its help
+    from .stage import DemoStage, DemoVerdict
 
 
 @click.command("demo")
@@ -50,6 +51,8 @@ def command(*, data: Path | None, flights: Path | None, slow: int, as_json: bool
     With the same --data, an interrupted run continues, and a finished run starts over.
     """
     _check_adapter(**wanted)
+    with interrupts_kill():
+        from .watching import report  # noqa: PLC0415 (not for --help)
     path = data or Path(mkdtemp(prefix="headrace-demo-"))
     try:
         verdict = _run(path, flights, slow, DemoSettings(**wanted))
@@ -69,6 +72,8 @@ def _run(path: Path, file: Path | None, slow: int, wanted: DemoSettings) -> Demo
     with opened(path, wanted) as (directory, left):
         settings = wanted if left is None or left.state == "ended" else left.settings
         flights = _load(file or installed_flights(), settings.events)
+        from .stage import check_only_the_demo  # noqa: PLC0415 (`report` has imported it)
+
         if left is not None and left.state == "ended":
             run(check_only_the_demo(directory, left.settings.events or 0))
         chosen = DemoSettings(
@@ -103,6 +108,8 @@ def _load(path: Path, events: int | None) -> Flights:
 
 
 def _finish(this: DemoRun, flights: Flights, slow: int) -> DemoVerdict:
+    from .stage import DemoStage  # noqa: PLC0415 (`report` has imported it)
+
     stage = DemoStage(this, flights, open_jobs(this.folder, flights, slow))
     try:
         run(_play(stage))
@@ -115,6 +122,9 @@ def _finish(this: DemoRun, flights: Flights, slow: int) -> DemoVerdict:
 
 
 async def _play(stage: DemoStage) -> None:
+    from ...silo.tuning import tune_interpreter  # noqa: PLC0415 (not for --help)
+    from .watching import watched  # noqa: PLC0415
+
     tune_interpreter()
     async with stage.opened() as provider, watched(stage, provider):
         await stage.play(provider)

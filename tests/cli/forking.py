@@ -25,6 +25,7 @@ IMPORTED = (
         "publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "cluster", "tokens", "silo",
         "check", "repair",
     )),
+    "headrace.cli.serving", "headrace.silo.checking", "headrace.silo.repair",
     "headrace.silo.provider", "headrace.silo.services.assembly", "headrace.server.grpc_server",
     "headrace.client.client", "headrace.adapters.log.adapter", "headrace.adapters.memory", "rich.console", "rich.table",
 )  # fmt: skip

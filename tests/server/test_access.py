@@ -33,7 +33,8 @@ from headrace.server.access import (
     principal_of,
     token_hash,
 )
-from headrace.store.control_store import ControlStore, TokenRecord
+from headrace.store.control_store import ControlStore
+from headrace.store.token_record import TokenRecord
 from tests.random_examples import examples
 
 PUBLISH, SUBSCRIBE, MANAGE = Permission.PUBLISH, Permission.SUBSCRIBE, Permission.MANAGE

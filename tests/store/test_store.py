@@ -24,7 +24,8 @@ from headrace import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
+from headrace.store.control_store import ControlStore, ProviderRecord
+from headrace.store.token_record import TokenRecord
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 
 TAIL = StreamId("flights", "N14228")

@@ -26,9 +26,10 @@ from headrace import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
+from headrace.store.control_store import ControlStore, ProviderRecord
 from headrace.store.database import Database
 from headrace.store.schema import MIGRATIONS, migrate
+from headrace.store.token_record import TokenRecord
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.random_examples import examples
 

@@ -1,0 +1,49 @@
+"""Commands start fast: counted by the modules that they import, because seconds depend on the machine."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from headrace.cli.main import COMMANDS
+from tests.cli.commandline import ENVIRONMENT
+
+SLOW = {
+    "google.protobuf", "grpc", "headrace.adapters", "headrace.agents", "headrace.silo.provider", "lmdb",
+    "prometheus_client", "pyspark", "rich", "sqlalchemy", "starlette", "uvicorn", "watchfiles",
+}  # fmt: skip
+"""Modules that take long to import. Only the work of a command needs them."""
+
+
+def imported(calls: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Run the calls one after the other in a new process. Return the modules of `SLOW` that each has imported."""
+    program = (
+        "import json, sys\n"
+        "from headrace.cli.main import main\n"
+        "found, before = {}, set()\n"
+        f"for call in {list(map(list, calls))!r}:\n"
+        "    main(call)\n"
+        f"    now = {SLOW!r} & set(sys.modules)\n"
+        "    if now - before:\n"
+        "        found[' '.join(call)] = sorted(now - before)\n"
+        "    before = now\n"
+        "print()\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_help_imports_nothing_slow() -> None:
+    assert imported([["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]) == {}
+
+
+def test_a_wrong_directory_is_refused_before_anything_slow_is_imported() -> None:
+    missing = ["--data", "/missing"]
+    assert imported([["queues", *missing], ["subscribe", "a/*", *missing], ["tokens", "list", *missing]]) == {}
+
+
+def test_the_work_of_a_command_imports_it() -> None:
+    """Otherwise the list above would name modules that no command imports."""
+    assert "sqlalchemy" in imported([["effects", "ddl"]])["effects ddl"]
