@@ -131,7 +131,7 @@ clean: ## remove what the other targets made, except demo-data
 $(TREE): Makefile
 	mkdir -p $(TREE)/headrace
 	for package in $(PACKAGES); do ln -sfn ../../../$$package $(TREE)/headrace/$$package; done
-	ln -sfn ../../../front_door/__init__.py ../../../front_door/py.typed $(TREE)/headrace/
+	ln -sfn ../../../front_door/__init__.py ../../../front_door/__main__.py ../../../front_door/py.typed $(TREE)/headrace/
 	ln -sfn ../../pyspark_headrace.py $(TREE)/pyspark_headrace.py
 	touch $(TREE)
 

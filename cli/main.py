@@ -22,6 +22,8 @@ from .interrupts import interrupts_kill
 from .outcome import exit_code, message
 
 COMMANDS = {
+    "init": (".init", "Create a project: handlers, settings, a test, and a README."),
+    "dev": (".dev", "Run the handlers of a project, and again after each change of a file."),
     "demo": ("..demo.command", "Run 336,776 flights through one silo, watch, and check the result."),
     "silo": (".silo", "Run the handlers of your modules until SIGTERM or SIGINT."),
     "publish": (".publish", "Publish the lines of a file or of stdin."),
@@ -39,6 +41,8 @@ COMMANDS = {
     "effects": (".effects", "Create and look at the tables of exactly-once effects in your database."),
     "postgres": (".postgres", "Create and look at the tables of queues in PostgreSQL."),
     "state": (".state", "List, show, set and delete the states that handlers keep for streams."),
+    "doctor": (".doctor", "Check that headrace can run here, and say what to do."),
+    "completion": (".completion", "Print the script for completion in bash, zsh or fish."),
     "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit, states."),
 }
 """Module of each command, with the function `command`, and its short help."""

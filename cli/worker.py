@@ -28,8 +28,8 @@ def main(reports: int) -> int:
     if not line.endswith("\n"):
         return 1  # the supervisor is gone already
     config = msgspec.json.decode(line, type=SiloConfig)
-    assert config.cluster is not None
-    log_to_stderr(config.log_level, config.cluster.name or "")
+    name = config.cluster.name if config.cluster is not None else None
+    log_to_stderr(config.log_level, name or "")
     try:
         asyncio.run(_serve(config, reports))
     except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import linecache
 import logging
 import sys
 import traceback
@@ -312,10 +313,22 @@ def import_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        frames = [
-            (frame.f_code.co_filename, line)
-            for frame, line in traceback.walk_tb(error.__traceback__)
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
-        ]
-        where = f", at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
-        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {error}{where}") from error
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            place, reason = (error.filename, error.lineno or 1), error.msg
+        else:
+            place, reason = _last_line_of_the_user(error), str(error)
+        where = ""
+        if place is not None:
+            code = linecache.getline(*place).strip()
+            where = f", at {place[0]}:{place[1]}" + (f": {code}" if code else "")
+        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {reason}{where}") from error
+
+
+def _last_line_of_the_user(error: BaseException) -> tuple[str, int] | None:
+    """Return the file and the number of the line of the user's code that failed, if there is one."""
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
+    ]
+    return frames[-1] if frames else None

@@ -137,12 +137,12 @@ class WorkerExit(NamedTuple):
 
 
 class SiloWorker:
-    """One silo of the cluster. It has one process at a time."""
+    """One silo in a process of its own: of the cluster, or of `headrace dev`. It has one process at a time."""
 
     def __init__(self, config: SiloConfig) -> None:
-        assert config.cluster is not None
-        assert config.cluster.name is not None
-        self.name = config.cluster.name
+        self.name = (config.cluster.name if config.cluster is not None else None) or "silo"
+        self.started = asyncio.Event()
+        """Set when it has a process, to which signals are sent."""
         self.ready = asyncio.Event()
         """Set when it was ready for the first time."""
         self.address = ""
@@ -159,6 +159,7 @@ class SiloWorker:
         with open(ours, "rb", buffering=0) as reports:  # noqa: PTH123, ASYNC230 (a pipe)
             try:
                 self._process, ending = await _start(theirs, self._line)
+                self.started.set()
             finally:
                 os.close(theirs)
             reader = asyncio.StreamReader()

@@ -180,6 +180,19 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--data` or `--server`, with the options of each, passed to the command as `place`."""
 
+    @optional_place_options
+    @functools.wraps(command)
+    def with_place(*args: Any, place: ProviderPlace | None, **options: Any) -> Any:
+        if place is None:
+            raise click.UsageError("Missing option '--data' or '--server'.")
+        return command(*args, place=place, **options)
+
+    return with_place
+
+
+def optional_place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where `place` is None if neither is given."""
+
     @data_option(required=False)
     @_place_option(
         "--server", envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
@@ -196,8 +209,8 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_place
 
 
-def _place(data: Path | None, server: str | None, provider: str, options: Mapping[str, Any]) -> ProviderPlace:
-    """Accept exactly one of the two. An option on the command line overrides a variable."""
+def _place(data: Path | None, server: str | None, provider: str, options: Mapping[str, Any]) -> ProviderPlace | None:
+    """Accept at most one of the two. An option on the command line overrides a variable."""
     if data is not None and server is not None:
         data, server = (data if typed("data") else None), (server if typed("server") else None)
         if (data is None) == (server is None):
@@ -205,7 +218,7 @@ def _place(data: Path | None, server: str | None, provider: str, options: Mappin
     if server is not None:
         return _server(server, provider, options)
     if data is None:
-        raise click.UsageError("Missing option '--data' or '--server'.")
+        return None
     if wrong := [f"--{name}" for name in _CREDENTIALS if options[name] and typed(name)]:
         raise click.UsageError(f"{wrong[0]} is for --server, not for --data")
     return DataPlace(data, provider)

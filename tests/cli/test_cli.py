@@ -105,7 +105,7 @@ def test_every_command_that_reports_has_json():
     without = {
         name for name, command in all_commands().items() if not any(p.opts == ["--json"] for p in command.params)
     }
-    assert without == {"silo"}
+    assert without == {"dev", "silo"}
 
 
 def test_version(headrace: Headrace):
@@ -315,3 +315,25 @@ def test_a_stdout_that_is_closed_or_full_is_one_line(headrace: Headrace, tmp_pat
             line = shlex.join([SCRIPT, *command]) + redirection
             ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, check=False)
             assert (ran.returncode, ran.stderr.decode()) == (1, f"headrace: stdout: {why}\n"), line
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "headrace", "--version"]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert ran.stdout == f"headrace, version {version('headrace')}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_for_the_shell(shell: str, headrace: Headrace) -> None:
+    script = headrace("completion", shell, PATH="/usr/bin:/bin").out
+    assert f"_HEADRACE_COMPLETE={shell}_complete" in script
+
+
+def test_bash_completes_commands() -> None:
+    script = (
+        'eval "$(headrace completion bash)"; COMP_WORDS=(headrace subscriptions cr); COMP_CWORD=2; '
+        '_headrace_completion headrace; echo "${COMPREPLY[@]}"'
+    )
+    environment = {**ENVIRONMENT, "PATH": f"{Path(SCRIPT).parent}:/usr/bin:/bin"}
+    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "create\n"

@@ -231,17 +231,17 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere', at .*handlers.py:1"),
-        ("\n\n1 / 0", "ZeroDivisionError: division by zero, at .*handlers.py:3"),
-        ("import sys\n\nsys.exit(3)", "SystemExit: 3, at .*handlers.py:3$"),
-        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere', at .*handlers.py:1: import nowhere$"),
+        ("\n\n1 / 0", "ZeroDivisionError: division by zero, at .*handlers.py:3: 1 / 0$"),
+        ("import sys\n\nsys.exit(3)", "SystemExit: 3, at .*handlers.py:3: sys.exit\\(3\\)$"),
+        ("def f(:", "SyntaxError: invalid syntax, at .*handlers.py:1: def f\\(:$"),
         (
             "from headrace import subscription\n@subscription('a', 'b')\nasync def f(e): ...",
-            "'b' selects no stream: .*, at .*handlers.py:2$",
+            "'b' selects no stream: .*, at .*handlers.py:2: @subscription",
         ),
         (
             "from headrace import subscription\n\n@subscription('a', 'b/c')\ndef f(e): ...",
-            "handler f is a plain function: write async def f, at .*handlers.py:3$",
+            "handler f is a plain function: write async def f, at .*handlers.py:3: @subscription",
         ),
     ],
 )

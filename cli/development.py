@@ -1,0 +1,192 @@
+"""Runs a silo for `headrace dev`, and starts it again when a file of the project changes.
+
+The silo is a process of its own, so that each start imports the changed modules anew. It gets its configuration as a
+worker of a supervisor does, and stops in order: running handlers have a second to end, and unfinished events are
+delivered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from contextlib import suppress
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from watchfiles import Change, DefaultFilter
+from watchfiles import awatch as watch_files  # pyright: ignore[reportUnknownVariableType] (trio may be missing)
+
+from ..server.config import GrpcConfig, HttpConfig
+from ..silo.config import SiloConfig, check
+from ..silo.config_loader import load_config
+from ..silo.supervisor import SiloWorker, WorkerExit
+from ..store.datadir import open_data_directory
+from ..streams.background import BackgroundTasks, first_of
+from ..streams.errors import Busy, InvalidArgument
+from ..streams.outcomes import DONE, USAGE, CommandFailed
+from .commands.running import handle_signals
+from .log_format import log_to_stderr
+
+log = logging.getLogger("headrace.dev")
+logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells how many files changed
+
+DRAIN_S = 1.0
+"""How long handlers may take to end before the silo starts again, in seconds."""
+KILL_S = 10.0
+"""A silo that has not stopped after this time, in seconds, is killed."""
+LOOPBACK = "127.0.0.1"
+
+
+def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_port: int) -> int:
+    """Serve the project in the working directory until a signal. Return the exit code.
+
+    Raises Busy if a port is taken, CommandFailed if the silo cannot start for a reason that no change of a file mends.
+    """
+    log_to_stderr("info")
+    grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen HOST:PORT"))
+    http = HttpConfig(host=LOOPBACK, port=_free_port(LOOPBACK, http_port, "--port PORT"))
+    _make_data_directory(data)
+    asyncio.run(ReloadingSilo(config, data, grpc, http).run())
+    return DONE
+
+
+def _free_port(host: str, port: int, option: str) -> int:
+    """Return the port, or a free one for 0, so that it stays the same over restarts. Raises Busy if it is taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise Busy(
+                f"{host}:{port} is in use, perhaps by another `headrace dev`: stop that process, or give {option}"
+            ) from None
+        return probe.getsockname()[1]
+
+
+def _make_data_directory(data: Path) -> None:
+    """Create the directory, with a file that keeps it out of a Git repository."""
+    open_data_directory(data)
+    with suppress(FileExistsError), (data / ".gitignore").open("x") as file:
+        file.write("*\n")
+
+
+class ProjectFilter(DefaultFilter):
+    """Lets changes of Python files and of the configuration through, but not those in environments and caches."""
+
+    def __init__(self, config: Path) -> None:
+        super().__init__()
+        self._config = config.name
+
+    def __call__(self, change: Change, path: str) -> bool:
+        return path.endswith((".py", f"/{self._config}")) and super().__call__(change, path)
+
+
+class ReloadingSilo:
+    """The silo of a project. Call `run` once."""
+
+    def __init__(self, config: Path, data: Path, grpc: GrpcConfig, http: HttpConfig) -> None:
+        self._file = config.absolute()
+        self._data = data.absolute()
+        self._grpc = grpc
+        self._http = http
+        self._changed = asyncio.Event()
+        self._changed_files: set[str] = set()
+        self._stopping = asyncio.Event()
+        self._worker: SiloWorker | None = None
+
+    async def run(self) -> None:
+        """Serve until a signal. A second signal kills the silo."""
+        handle_signals(lambda _: self._stopping.set(), self._kill)
+        await first_of(self._watch(), self._serve_again_and_again(), name="headrace dev")
+
+    async def _watch(self) -> NoReturn:
+        folder = self._file.parent
+        async for changes in watch_files(folder, watch_filter=ProjectFilter(self._file)):
+            files = {path for _, path in changes}
+            self._changed_files |= files
+            names = sorted(str(Path(path).relative_to(folder)) for path in files)
+            log.info("%s changed: the silo starts again", ", ".join(names))
+            self._changed.set()
+        raise AssertionError("the files are watched until the task is cancelled")
+
+    async def _serve_again_and_again(self) -> None:
+        while not self._stopping.is_set():
+            self._changed.clear()
+            self._forget_compiled()
+            if (fault := await self._serve()) and not self._changed.is_set() and not self._stopping.is_set():
+                log.error("%s", fault)
+                log.info("the silo starts again when a file changes")
+                await self._until_told()
+
+    def _forget_compiled(self) -> None:
+        """Delete compiled changed modules: Python takes a file that changed within the same second for the same one."""
+        while self._changed_files:
+            path = self._changed_files.pop()
+            if path.endswith(".py"):
+                Path(cache_from_source(path)).unlink(missing_ok=True)
+
+    async def _until_told(self) -> None:
+        """Wait for a change or for the end."""
+        await first_of(self._changed.wait(), self._stopping.wait(), name="headrace dev change")
+
+    async def _serve(self) -> str:
+        """Run the silo once. Return the fault that a change of a file may mend, or ""."""
+        try:
+            config = self._load()
+        except (InvalidArgument, OSError) as error:
+            return str(error)
+        self._worker = SiloWorker(config)
+        async with BackgroundTasks() as background:
+            background.start(self._stop_when_told(self._worker), "headrace dev stop")
+            ended = await self._worker.run()
+        return self._fault_of(ended)
+
+    async def _stop_when_told(self, worker: SiloWorker) -> None:
+        await self._until_told()
+        await worker.started.wait()
+        worker.signal(signal.SIGTERM)
+        await asyncio.sleep(KILL_S)
+        log.warning("the silo has not stopped within %g s: it is killed", KILL_S)
+        worker.signal(signal.SIGKILL)
+
+    def _kill(self) -> None:
+        if self._worker is not None:
+            self._worker.signal(signal.SIGKILL)
+
+    def _fault_of(self, ended: WorkerExit) -> str:
+        if self._changed.is_set() or self._stopping.is_set():
+            return ""
+        if ended.reported.error and ended.code != USAGE:
+            raise CommandFailed(ended.why)
+        return ended.why if ended.reported.error else f"the silo ended: {ended.why}"
+
+    def _load(self) -> SiloConfig:
+        """Return the configuration of the file, with the parts that are for development only.
+
+        Raises InvalidArgument if it is wrong, OSError if it cannot be read.
+        """
+        flags = {
+            "data": str(self._data),
+            "grpc": {"host": self._grpc.host, "port": self._grpc.port},
+            "http": {"host": self._http.host, "port": self._http.port},
+        }
+        loaded = load_config(self._file, os.environ, flags)
+        config = msgspec.structs.replace(
+            loaded,
+            grpc=self._grpc,
+            http=self._http,
+            cluster=None,
+            workers=None,
+            drain_s=min(loaded.drain_s, DRAIN_S),
+        )
+        check(config)
+        return config

@@ -1,0 +1,132 @@
+"""`headrace dev` and `headrace init`."""
+
+import logging
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from headrace import SyncClient
+from headrace.cli.log_format import ColourFormatter
+from tests.cli.commandline import SCRIPT, Headrace
+from tests.cli.projects import DevelopmentProcess
+from tests.test_readme import free_ports
+
+FILES = ["README.md", "handlers.py", "silo.toml", "test_handlers.py"]
+
+
+def publish(port: int, item: str) -> None:
+    with SyncClient(f"127.0.0.1:{port}") as client:
+        client.stream("orders", "1").publish({"item": item, "price": 1})
+
+
+def test_init_writes_a_project_once(tmp_path: Path, headrace: Headrace) -> None:
+    assert headrace("init", "my shop", "--json").json == {"folder": "my shop", "files": FILES}
+    project = tmp_path / "my shop"
+    assert sorted(file.name for file in project.iterdir()) == FILES
+    assert (project / "README.md").read_text().startswith("# my shop\n")
+    (project / "README.md").write_text("mine")
+    (project / "silo.toml").unlink()
+    refused = headrace("init", "my shop").refused(1)
+    assert refused.startswith("'my shop' has README.md, handlers.py, test_handlers.py already")
+    assert (project / "README.md").read_text() == "mine"
+    assert not (project / "silo.toml").exists()
+
+
+def test_init_says_how_to_go_on(headrace: Headrace) -> None:
+    assert "`headrace dev 'my shop'`" in headrace("init", "my shop").err
+    assert "`headrace dev`" in headrace("init").err
+
+
+def test_init_refuses_a_file_as_directory(tmp_path: Path, headrace: Headrace) -> None:
+    (tmp_path / "shop").touch()
+    assert "'shop' is a file" in headrace("init", "shop").refused(2)
+
+
+def test_the_configuration_of_a_new_project_is_valid(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    (tmp_path / "handlers.py").write_text("raise SystemExit('imported')")
+    assert "module 'handlers' cannot be imported: SystemExit: imported" in headrace("silo", "silo.toml").refused(2)
+
+
+def test_dev_starts_again_when_a_file_changes_and_keeps_the_events(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init", "shop")
+    handlers, settings = tmp_path / "shop" / "handlers.py", tmp_path / "shop" / "silo.toml"
+    good = handlers.read_text()
+    port = free_ports(2)
+    command = [SCRIPT, "dev", "shop", "--listen", f"127.0.0.1:{port}", "--port", str(port + 1)]
+    with DevelopmentProcess(command, tmp_path) as dev:
+        dev.until("silo is ready")
+        publish(port, "book")
+        dev.until("a receipt for book, 1")
+
+        handlers.write_text(good + "\nsend_receipt(")
+        log = dev.until("the silo starts again when a file changes")
+        line = good.count("\n") + 2
+        where = re.escape(f"at {handlers}:{line}: send_receipt(")
+        assert re.search(rf"ERROR headrace\.dev: module 'handlers' cannot be imported: SyntaxError: .*, {where}", log)
+        assert "Traceback" not in log
+
+        pen = b'{"item": "pen", "price": 1}'
+        assert headrace("publish", "--data", "shop/.headrace", "--stream", "orders/1", stdin=pen).code == 0
+        handlers.write_text(good.replace("a receipt for", "a bill for"))
+        dev.until("a bill for pen, 1")
+
+        before = settings.read_text()
+        settings.write_text("quues = 3\n")
+        log = dev.until("the silo starts again when a file changes", 2)
+        assert f"{settings}: quues: unknown option" in log
+        settings.write_text(before)
+        dev.until("silo is ready", 3)
+        publish(port, "desk")
+        log = dev.until("a bill for desk, 1")
+        assert dev.end(signal.SIGTERM) == 0
+    assert [log.count(f"for {item}, 1") for item in ("book", "pen", "desk")] == [1, 1, 1]
+
+
+def test_dev_survives_a_silo_that_dies(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    handlers = tmp_path / "handlers.py"
+    good = handlers.read_text()
+    handlers.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with DevelopmentProcess([SCRIPT, "dev", "--listen", "127.0.0.1:0", "--port", "0"], tmp_path) as dev:
+        dev.until("ERROR headrace.dev: the silo ended: killed by SIGKILL")
+        handlers.write_text(good)
+        dev.until("silo is ready")
+        assert dev.end() == 0
+
+
+@pytest.mark.parametrize(("taken", "option"), [(0, "--listen HOST:PORT"), (1, "--port PORT")])
+def test_a_port_in_use_is_told_with_its_option(taken: int, option: str, tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port + taken)):
+        refused = headrace("dev", "--listen", f"127.0.0.1:{port}", "--port", port + 1).refused(1)
+    assert refused.startswith(f"127.0.0.1:{port + taken} is in use")
+    assert refused.endswith(f"or give {option}")
+    assert not (tmp_path / ".headrace").exists()
+
+
+def test_a_directory_without_a_project_is_told(tmp_path: Path, headrace: Headrace) -> None:
+    assert headrace("dev").refused(1).startswith("'.' has no silo.toml: create a project with `headrace init`")
+    assert "Directory 'nowhere' does not exist" in headrace("dev", "nowhere").refused(2)
+
+
+def test_dev_ends_if_another_process_serves_its_subscription(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    ports = ["--listen", "127.0.0.1:0", "--port", "0"]
+    with DevelopmentProcess([SCRIPT, "dev", *ports], tmp_path) as dev:
+        dev.until("silo is ready")
+        ran = headrace("dev", *ports)
+        assert ran.code == 1
+        assert "subscription 'receipts' of provider 'default' is served by process" in ran.err.splitlines()[-1]
+
+
+def test_a_log_in_colour_has_the_level_in_a_colour_before_the_text() -> None:
+    record = logging.LogRecord("handlers", logging.WARNING, "handlers.py", 1, "%d left", (2,), None)
+    line = ColourFormatter().format(record)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", line)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning 2 left handlers", plain)
+    assert "\x1b[33m\x1b[1mwarning\x1b[0m" in line
