@@ -53,6 +53,8 @@ LONGEST = (
     "tests/adapters/kafka",
     "tests/silo/test_gateway.py",
     "tests/cli/test_workers.py",
+    "tests/examples/test_other_languages.py",
+    "tests/cli/test_dev.py",
     "tests/cli/test_cli_reports.py",
     "tests/cli/test_cli_subscribe.py",
     "tests/cli/test_cli_cluster.py",

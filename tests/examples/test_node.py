@@ -1,7 +1,6 @@
 """The Node.js example against a real silo: events reach the consumers, also if one of them or the silo is killed."""
 
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -19,52 +18,11 @@ from benchmarks.servers import find_program
 from benchmarks.silo_server import SiloServer
 from headrace import StreamId, SyncClient
 from tests.client.silos import SiloProcess
+from tests.examples.programs import TIMEOUT_S, Program, first_times, numbered, of_stream, stop_worker
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
-TIMEOUT_S = 60.0
 KILLS = 1
 """Of the silo, while a producer and a consumer run."""
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-
-
-class Program:
-    """One of the example's programs, with its output in a file that grows."""
-
-    def __init__(self, folder: Path, output: Path, *arguments: str, stdin: int | None = None) -> None:
-        self.output = output
-        node = find_program("node", debian_package="nodejs")
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [node, *arguments],
-                cwd=folder,
-                env=ENVIRONMENT,
-                stdin=subprocess.DEVNULL if stdin is None else stdin,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def lines(self) -> list[str]:
-        text = self.output.read_text()
-        return text[: text.rfind("\n") + 1].splitlines()
-
-    def until(self, condition: Callable[[list[str]], bool]) -> list[str]:
-        """Wait until its output fulfils the condition."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition(lines := self.lines):
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {lines[-10:]}"
-            assert time.monotonic() < deadline, f"{len(lines)} lines: {lines[-10:]}"
-            time.sleep(0.02)
-        return lines
-
-    def send(self, lines: Sequence[str]) -> None:
-        assert self.process.stdin
-        self.process.stdin.write("".join(f"{line}\n" for line in lines).encode())
-        self.process.stdin.flush()
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(TIMEOUT_S)
 
 
 class Wire:
@@ -115,6 +73,10 @@ class Wire:
                     target.sendall(data)
 
 
+def node() -> str:
+    return find_program("node", debian_package="nodejs")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example with its dependencies, as `npm ci` installs them."""
@@ -145,7 +107,7 @@ def start(installed: Path, silo: SiloProcess, tmp_path: Path) -> Iterator[Start]
 
     def begin(program: str, *arguments: str, stdin: int | None = None, address: str = "") -> Program:
         output = tmp_path / f"{len(programs)}-{program}.txt"
-        started = Program(installed, output, f"{program}.js", address or silo.address, *arguments, stdin=stdin)
+        started = Program(installed, output, node(), f"{program}.js", address or silo.address, *arguments, stdin=stdin)
         programs.append(started)
         return started
 
@@ -162,18 +124,6 @@ def publish(start: Start, stream: str, lines: Sequence[str], *, address: str = "
     assert producer.process.returncode == 0, producer.lines
     noun = "event is" if len(lines) == 1 else "events are"
     assert producer.lines == [f"{len(lines)} {noun} stored"]
-
-
-def numbered(count: int, first: int = 0) -> list[str]:
-    return [f"{number}" for number in range(first, first + count)]
-
-
-def of_stream(lines: Sequence[str], stream: str) -> list[str]:
-    return [line.removeprefix(f"{stream} ") for line in lines if line.startswith(f"{stream} ")]
-
-
-def first_times(values: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 def test_consumer_gets_events_in_the_order_of_publishing(start: Start):
@@ -282,17 +232,6 @@ def test_consumer_follows_the_owners_of_queues(start: Start):
         assert values[:200] == numbered(200), "a queue that moved in order was delivered twice"
 
 
-def stop_worker(silos: SiloServer, number: int) -> None:
-    """End the first worker. Return when it is ready again."""
-    ready = silos.log().count("-1 headrace.silo: silo is ready")
-    (lock,) = (silos.directory / "data" / "locks" / ".silos").glob("*-1.lock")
-    os.kill(int(lock.read_text()), number)
-    deadline = time.monotonic() + TIMEOUT_S
-    while silos.log().count("-1 headrace.silo: silo is ready") == ready:
-        assert time.monotonic() < deadline, silos.log()
-        time.sleep(0.02)
-
-
 def test_hopeless_consumer_ends_with_a_message(start: Start):
     consumer = start("consumer", "not a name!", "orders/*")
     assert consumer.process.wait(TIMEOUT_S) == 1
@@ -318,6 +257,6 @@ def test_without_an_answer_both_report_once_and_the_producer_gives_up(installed:
 
 def test_usage_is_told(installed: Path, tmp_path: Path):
     for name in ("producer", "consumer"):
-        program = Program(installed, tmp_path / name, f"{name}.js")
+        program = Program(installed, tmp_path / name, node(), f"{name}.js")
         assert program.process.wait(TIMEOUT_S) == 1
         assert program.lines[0].startswith(f"{name}: usage: node {name}.js ADDRESS")
