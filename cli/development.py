@@ -25,11 +25,11 @@ from watchfiles import awatch as watch_files  # pyright: ignore[reportUnknownVar
 from ..server.config import GrpcConfig, HttpConfig
 from ..silo.config import SiloConfig, check
 from ..silo.config_loader import load_config
-from ..silo.supervisor import SiloWorker, WorkerExit
+from ..silo.supervisor import SiloWorker
 from ..store.datadir import open_data_directory
 from ..streams.background import BackgroundTasks, first_of
 from ..streams.errors import Busy, InvalidArgument
-from ..streams.outcomes import DONE, USAGE, CommandFailed
+from ..streams.outcomes import DONE
 from .commands.running import handle_signals
 from .log_format import log_to_stderr
 
@@ -46,7 +46,8 @@ LOOPBACK = "127.0.0.1"
 def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_port: int) -> int:
     """Serve the project in the working directory until a signal. Return the exit code.
 
-    Raises Busy if a port is taken, CommandFailed if the silo cannot start for a reason that no change of a file mends.
+    If the silo cannot start, or ends by itself, the reason is logged, and the next change starts it again. Raises Busy
+    if a port is taken.
     """
     log_to_stderr("info")
     grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen HOST:PORT"))
@@ -122,7 +123,7 @@ class ReloadingSilo:
         while not self._stopping.is_set():
             self._changed.clear()
             self._forget_compiled()
-            if (fault := await self._serve()) and not self._changed.is_set() and not self._stopping.is_set():
+            if fault := await self._serve():
                 log.error("%s", fault)
                 log.info("the silo starts again when a file changes")
                 await self._until_told()
@@ -139,7 +140,7 @@ class ReloadingSilo:
         await first_of(self._changed.wait(), self._stopping.wait(), name="headrace dev change")
 
     async def _serve(self) -> str:
-        """Run the silo once. Return the fault that a change of a file may mend, or ""."""
+        """Run the silo until it is told to stop, or ends by itself. Return the reason of the latter, else ""."""
         try:
             config = self._load()
         except (InvalidArgument, OSError) as error:
@@ -148,7 +149,9 @@ class ReloadingSilo:
         async with BackgroundTasks() as background:
             background.start(self._stop_when_told(self._worker), "headrace dev stop")
             ended = await self._worker.run()
-        return self._fault_of(ended)
+        if self._changed.is_set() or self._stopping.is_set():
+            return ""
+        return ended.why if ended.reported.error else f"the silo ended: {ended.why}"
 
     async def _stop_when_told(self, worker: SiloWorker) -> None:
         await self._until_told()
@@ -161,13 +164,6 @@ class ReloadingSilo:
     def _kill(self) -> None:
         if self._worker is not None:
             self._worker.signal(signal.SIGKILL)
-
-    def _fault_of(self, ended: WorkerExit) -> str:
-        if self._changed.is_set() or self._stopping.is_set():
-            return ""
-        if ended.reported.error and ended.code != USAGE:
-            raise CommandFailed(ended.why)
-        return ended.why if ended.reported.error else f"the silo ended: {ended.why}"
 
     def _load(self) -> SiloConfig:
         """Return the configuration of the file, with the parts that are for development only.

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any, TextIO, cast
 
 import click
@@ -69,7 +68,7 @@ class LazyGroup(CommandGroup):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(version("headrace"), prog_name="headrace")
+@click.version_option(package_name="headrace", prog_name="headrace")
 def cli() -> None:
     """Persistent streams for Python: publish, subscribe, and inspect the stored events."""
 

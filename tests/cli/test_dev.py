@@ -114,14 +114,32 @@ def test_a_directory_without_a_project_is_told(tmp_path: Path, headrace: Headrac
     assert "Directory 'nowhere' does not exist" in headrace("dev", "nowhere").refused(2)
 
 
-def test_dev_ends_if_another_process_serves_its_subscription(tmp_path: Path, headrace: Headrace) -> None:
+def test_a_fault_that_no_file_has_is_told_and_the_next_change_tries_again(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
     ports = ["--listen", "127.0.0.1:0", "--port", "0"]
+    headrace("subscriptions", "create", "receipts", "other/*", "--data", ".headrace", "--adapter", "log")
     with DevelopmentProcess([SCRIPT, "dev", *ports], tmp_path) as dev:
+        dev.until("ERROR headrace.dev: subscription 'receipts' exists with another definition")
+        headrace("subscriptions", "delete", "receipts", "--data", ".headrace")
+        (tmp_path / "handlers.py").touch()
         dev.until("silo is ready")
-        ran = headrace("dev", *ports)
-        assert ran.code == 1
-        assert "subscription 'receipts' of provider 'default' is served by process" in ran.err.splitlines()[-1]
+        assert dev.end() == 0
+
+
+@pytest.mark.slow  # it waits for ten seconds
+def test_a_silo_that_does_not_stop_is_killed(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    handlers = tmp_path / "handlers.py"
+    good = handlers.read_text()
+    handlers.write_text(f"import time\n{good}    print('stuck', flush=True)\n    time.sleep(1000)\n")
+    with DevelopmentProcess([SCRIPT, "dev", "--listen", "127.0.0.1:0", "--port", "0"], tmp_path) as dev:
+        dev.until("silo is ready")
+        headrace("publish", "--data", ".headrace", "--stream", "orders/1", stdin=b'{"item": "book", "price": 1}')
+        dev.until("stuck")
+        handlers.write_text(good)
+        dev.until("WARNING headrace.dev: the silo has not stopped within 10 s: it is killed")
+        dev.until("a receipt for book, 1", 2)
+        assert dev.end() == 0
 
 
 def test_a_log_in_colour_has_the_level_in_a_colour_before_the_text() -> None:
