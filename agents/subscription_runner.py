@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.progress import SubscriptionAttachment
@@ -26,6 +26,8 @@ class SubscriptionRunner:
     def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that another process took over, once it is not served here."""
+        self.may_serve: Callable[[str], Awaitable[bool]] = self._is_in_cluster
+        """Whether this process may go on with a subscription that another process moved: no other one serves it."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -37,11 +39,14 @@ class SubscriptionRunner:
         start: Mapping[int, Checkpoint] | None = None,
     ) -> None:
         """Deliver a subscription of the store from its checkpoints on, or one that is not stored from `start` on.
-        Raises Busy if it is served here already, NotFound if it does not exist."""
+        Raises Busy if it is served here already, NotFound if it does not exist, Fenced if it was deleted and created
+        again with another definition."""
         self._check_unserved(definition.name)
         async with self._state.changing:  # a queue that is gained meanwhile reads its checkpoints after this
             if service.stored:
                 attachment = await self._attachment(definition.name)
+                if attachment.definition not in (None, definition):
+                    raise Fenced(f"subscription {definition.name!r} was deleted, and has another definition now")
             else:
                 attachment = SubscriptionAttachment(0, start or {})
             self._check_unserved(definition.name)
@@ -116,12 +121,16 @@ class SubscriptionRunner:
 
     # ---- another process moved, deleted or took over a subscription ------------------------------------------------
 
+    async def _is_in_cluster(self, _name: str) -> bool:
+        return self._state.leases is not None
+
     def stop_fenced(self, name: str) -> None:
         """Stop a subscription that another process changed, in a task: the other subscriptions do not wait for it."""
         self._state.background.start(self._stop_fenced(name), f"headrace fenced {name}")
 
     async def _stop_fenced(self, name: str) -> None:
-        """Stop. Progress that is still made here is refused anyway. In a cluster, go on from the new position."""
+        """Stop. Progress that is still made here is refused anyway. Go on from the new position, if this process may:
+        in a cluster, and if no other process can have taken over."""
         served = self._state.served.get(name)
         if served is None:
             return
@@ -130,7 +139,7 @@ class SubscriptionRunner:
         for queue in served.deliveries:
             # Progress may be lost: consumers report all events again that are not confirmed.
             served.service.ended(queue)
-        if self._state.leases is None:
+        if not await self.may_serve(name):
             log.error("subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name)
         elif await self._attached_again(served):
             return
@@ -148,8 +157,8 @@ class SubscriptionRunner:
         await served.service.fenced(Unavailable(f"the silo of subscription {name!r} has another queue: connect again"))
 
     async def _attached_again(self, served: ServedSubscription) -> bool:
-        """In a cluster, another silo may have moved the subscription: go on from there. Return False if it was deleted.
-        While the store fails, ask it again."""
+        """Another process may have moved the subscription: go on from there. Return False if it was deleted. While the
+        store fails, ask it again."""
         name = served.definition.name
         while True:
             try:
@@ -168,6 +177,10 @@ class SubscriptionRunner:
                 attachment = await self._attachment(name)
             except NotFound:
                 return False
+            if attachment.definition not in (None, served.definition):
+                return False
+            if not await self.may_serve(name):  # it was closed meanwhile
+                return True
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True

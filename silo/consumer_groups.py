@@ -48,9 +48,16 @@ class ConsumerGroups:
     """The groups of one provider's consumers, by the subscription that holds their position."""
 
     def __init__(
-        self, provider: ProviderCore, edge: Edge, timeout_s: float, max_positions: int = MAX_POSITIONS
+        self,
+        provider: ProviderCore,
+        edge: Edge,
+        timeout_s: float,
+        max_positions: int = MAX_POSITIONS,
+        *,
+        stands_by: bool = False,
     ) -> None:
         self._provider = provider
+        self._stands_by = stands_by
         self._max_positions = max_positions
         self._edge = edge
         self._timeout_s = timeout_s
@@ -66,11 +73,13 @@ class ConsumerGroups:
         timeout_s: float,
         edge: Edge | None = None,
         max_positions: int = MAX_POSITIONS,
+        *,
+        stands_by: bool = False,
     ) -> AsyncGenerator[ConsumerGroups]:
         """Open the groups for the length of an `async with`. A consumer that is silent for `timeout_s` seconds is given
         up, unless it asks for another time. `max_positions` is the most consumers of one subscription with mode
-        broadcast."""
-        consumers = cls(provider, edge or Edge(), timeout_s, max_positions)
+        broadcast. With `stands_by`, the consumers of a subscription that another process serves wait until it ends."""
+        consumers = cls(provider, edge or Edge(), timeout_s, max_positions, stands_by=stands_by)
         async with BackgroundTasks() as background:
             background.start(consumers._tick(), f"headrace consumers {provider.name}")
             yield consumers
@@ -150,19 +159,19 @@ class ConsumerGroups:
 
     async def _group(self, definition: SubscriptionDefinition, positions: Mapping[int, Checkpoint] | None) -> Group:
         group = self._groups.get(definition.name)
-        served = self._provider.manager.served.get(definition.name)
-        if group is not None and served is not None and served.service is group:
+        service = self._provider.service_of(definition.name)
+        if group is not None and service is group:
             if group.stored and positions is None:
                 return group
             await self._end(definition.name, group)
-        elif served is not None:
+        elif service is not None:
             raise _handled(definition)
         queues = self._provider.queues_of(definition.selector)
         group = Group(definition, self._edge, stored=positions is None, queues=queues)
         start = None
         if positions is not None:
             start = {**await self._provider.positions(definition.selector, definition.start), **positions}
-        await self._provider.serve(definition, group, start)
+        await self._provider.serve(definition, group, start, stands_by=self._stands_by and group.stored)
         self._groups[definition.name] = group
         return group
 
@@ -174,8 +183,8 @@ class ConsumerGroups:
             raise taken_over(consumer)
 
     def _check_no_handler(self, definition: SubscriptionDefinition) -> None:
-        served = self._provider.manager.served.get(definition.name)
-        if served is not None and not isinstance(served.service, Group):
+        service = self._provider.service_of(definition.name)
+        if service is not None and not isinstance(service, Group):
             raise _handled(definition)
 
     async def _check_position_limit(self, definition: SubscriptionDefinition, own: SubscriptionDefinition) -> None:
@@ -254,8 +263,7 @@ class ConsumerGroups:
             if group.members or self._groups.get(name) is not group:
                 return
             del self._groups[name]
-            served = self._provider.manager.served.get(name)
-            if served is not None and served.service is group:
+            if self._provider.service_of(name) is group:
                 try:
                     await self._provider.withdraw(name, 0.0)
                 except HeadraceError as error:

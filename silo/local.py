@@ -31,7 +31,8 @@ async def consuming(
     """
     async with AsyncExitStack() as stack:
         if consumers is None:
-            consumers = await stack.enter_async_context(ConsumerGroups.opened(provider, SESSION_TIMEOUT_S))
+            opening = ConsumerGroups.opened(provider, SESSION_TIMEOUT_S, stands_by=True)
+            consumers = await stack.enter_async_context(opening)
         yield await stack.enter_async_context(_connected(provider, consumers, gateways))
 
 

@@ -193,6 +193,9 @@ class Provider(MeasuredProvider):
         batches: `async with provider.subscribe(...) as consumer: async for batch in consumer`. Every event published
         afterwards is delivered.
 
+        If another process with the same data directory serves the subscription, this one stands by, and takes over when
+        that process ends. The call does not wait for that.
+
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
         `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Without `selector` the
         subscription must exist. `start` may be text, as in `Start.parse`. Options with a handler: `batch`, `filter`,
@@ -201,8 +204,8 @@ class Provider(MeasuredProvider):
         those of `Client.subscribe` without one.
 
         Raises InvalidArgument at once for wrong arguments; when awaited or entered, DefinitionConflict if `name` exists
-        with another definition, NotFound, also if the database of `effects` lacks their tables, Busy if another live
-        process serves it, NotSupported for options that the adapter does not support.
+        with another definition, NotFound, also if the database of `effects` lacks their tables, Busy if this process
+        consumes it already, NotSupported for options that the adapter does not support.
         """
         if handler is None:
             plan = self._plan(name, selector, options)
@@ -252,8 +255,9 @@ class Provider(MeasuredProvider):
         finally:
             self._consumers = self._gateways = None
 
-    async def attach(self, declared: SubscriptionDeclaration) -> LocalSubscription:
-        """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
+    async def attach(self, declared: SubscriptionDeclaration, *, stands_by: bool = True) -> LocalSubscription:
+        """`subscribe` with everything in one value, as the `@subscription` decorator makes it. Unless `stands_by`,
+        raise Busy if another process serves it."""
         if declared.definition.mode is not Mode.SHARED:
             raise NotSupported(
                 f"subscription {declared.definition.name!r}: a handler in the silo is all of its group, so its mode is "
@@ -265,7 +269,8 @@ class Provider(MeasuredProvider):
                 f"provider {self.name!r} may have events of a stream; say in the option "
                 "`partitioner` how its producers choose the queue"
             )
-        await self.serve(declared.definition, await _service(declared, self._parts, self.codecs))
+        service = await _service(declared, self._parts, self.codecs)
+        await self.serve(declared.definition, service, stands_by=stands_by)
         return LocalSubscription(self, declared)
 
     async def caught_up(self, name: str) -> None:
@@ -367,7 +372,7 @@ async def _service(declared: SubscriptionDeclaration, parts: ProviderParts, code
 
 @check_methods(HandledSubscription)
 class LocalSubscription:
-    """A subscription that this process serves."""
+    """A subscription that this process serves, or for which it stands by."""
 
     def __init__(self, provider: Provider, declared: SubscriptionDeclaration) -> None:
         self.name = declared.definition.name
@@ -375,8 +380,17 @@ class LocalSubscription:
         self._provider = provider
 
     async def caught_up(self) -> None:
-        """Return when everything stored before the call is done (except in paused streams)."""
-        await self._provider.wait_until_caught_up(self.name)
+        """Return when everything stored before the call is done (except in paused streams), in whichever process
+        serves it. Raises NotFound if it was closed."""
+        if self.stands_by:
+            await self._provider.caught_up(self.name)
+        else:
+            await self._provider.wait_until_caught_up(self.name)
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether another process serves it now, so that this process only waits to take over."""
+        return self.name in self._provider.standby.waiting
 
     async def seek(self, start: Start | str) -> None:
         """Move to another position, also an earlier one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from ..agents import DeliveryService
 from ..streams.arguments import check_seconds
 from ..streams.background import BackgroundTasks
 from ..streams.errors import NotSupported
@@ -58,20 +59,26 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_s: float) -> None:
-        served = list(self.manager.served.values())
+        served: list[DeliveryService] = [one.service for one in await self.standby.aclose()]
+        served += [one.service for one in self.manager.served.values()]
         try:
             if self.outbox is not None:
                 await self.outbox.aclose()
             await self.manager.aclose(drain_s)
-            for one in served:
-                await one.service.completed(drain_s)
+            for service in served:
+                await service.completed(drain_s)
         finally:
-            self._unlock_all()
+            self._locks.release_all()
             await self._parts.aclose()
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
-        statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
+        statistics = provider_statistics(
+            self.manager,
+            self.published_events,
+            self.published_bytes,
+            {name: one.reason for name, one in self.standby.waiting.items()},
+        )
         if self.outbox is not None:
             statistics = statistics._replace(outbox=self.outbox.statistics())
         if self.delays is None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 
 from ..agents import DeliveryService, HandlerService, PullingManager
-from ..store.datadir import DirectoryLock, lock_subscription
 from ..streams.arguments import check_instance, check_seconds, check_text
-from ..streams.errors import Busy, NotSupported
+from ..streams.errors import Busy, NotFound, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -22,6 +20,8 @@ from ..streams.subscriptions import (
 )
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
+from .standby import Standby
+from .subscription_locks import SubscriptionLocks
 
 DRAIN_S = 10.0
 """Default time that running handlers have to end, in seconds."""
@@ -43,9 +43,15 @@ class SubscriptionHost(QueuePositions):
             detach_after_s=parts.options.detach_after_s,
             leased=parts.leased,
         )
-        self.manager.subscriptions.on_fenced = self._unlock
-        self._directory = parts.directory
-        self._locks: dict[str, DirectoryLock] = {}
+        self._locks = SubscriptionLocks(
+            parts.directory, self.name, shared=parts.leased, one_reader=not parts.adapter.capabilities.rewindable
+        )
+        self._beginning: set[str] = set()
+        """Subscriptions that this process is about to serve."""
+        self.manager.subscriptions.on_fenced = self._locks.release
+        self.manager.subscriptions.may_serve = self._locks.holds
+        self.standby = Standby(self._locks, self.manager.subscriptions.serve, self.name)
+        """Subscriptions that another process serves, and that this process takes over when that process ends."""
 
     async def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         """Create a durable subscription without serving it. Return False if an equal one exists.
@@ -72,44 +78,76 @@ class SubscriptionHost(QueuePositions):
         definition: SubscriptionDefinition,
         service: DeliveryService,
         start: Mapping[int, Checkpoint] | None = None,
+        *,
+        stands_by: bool = False,
     ) -> None:
         """Serve a subscription with `service`, and create the subscription if it does not exist.
 
-        A service that stores no progress begins at `start`. Raises Busy if this or another process serves it already.
+        A service that stores no progress begins at `start`. With `stands_by`, this process waits while another process
+        serves the subscription, and takes over when that process ends; the call returns at once.
+
+        Raises Busy if this process serves it already, or, unless `stands_by`, another process does.
         """
         name = definition.name
-        if name in self.manager.served:
+        if name in self.manager.served or name in self.standby.waiting or name in self._beginning:
             raise Busy(f"subscription {name!r} is already served by this process")
-        lock = await self._lock(name)
+        self._beginning.add(name)
+        try:
+            await self._locks.take(name)
+        except Busy as error:
+            if not stands_by:
+                raise
+            if not self.adapter.capabilities.durable:
+                hint = (
+                    f"no other process can take over, because the queues of the adapter {self.adapter_name!r} are in "
+                    "the memory of that process: stop it first, or choose a durable adapter"
+                )
+                raise Busy(error.problem, hint=hint) from None
+            await self.ensure_subscription(definition)
+            self.standby.add(definition, service, error.problem)
+        else:
+            await self._serve_locked(definition, service, start)
+        finally:
+            self._beginning.discard(name)
+
+    async def _serve_locked(
+        self, definition: SubscriptionDefinition, service: DeliveryService, start: Mapping[int, Checkpoint] | None
+    ) -> None:
         try:
             if service.stored:
                 await self.ensure_subscription(definition)
             await self.manager.subscriptions.serve(definition, service, start)
         except BaseException:
-            if lock is not None:
-                lock.release()
+            self._locks.release(definition.name)
             raise
-        if lock is not None:
-            self._locks[name] = lock
 
     async def withdraw(self, name: str, drain_s: float = DRAIN_S) -> None:
-        """Stop serving a subscription in this process; it stays durable.
+        """Stop serving a subscription in this process, or standing by for it; it stays durable.
 
-        Raises NotFound if this process does not serve it; InvalidArgument in its own handler, because the call waits
-        for the handler's end.
+        Raises NotFound if this process does neither; InvalidArgument in its own handler, because the call waits for the
+        handler's end.
         """
         check_text("name", name)
         check_seconds("drain_s", drain_s)
         self.manager.subscriptions.check_outside(name)
+        if (waiting := await self.standby.remove(name)) is not None:
+            await waiting.service.completed(drain_s)
+            return
         try:
             served = await self.manager.subscriptions.withdraw(name, drain_s)
             await served.service.completed(drain_s)
         finally:
-            self._unlock(name)
+            self._locks.release(name)
+
+    def service_of(self, name: str) -> DeliveryService | None:
+        """The service of a subscription that this process serves or for which it stands by; None for another one."""
+        found = self.manager.served.get(name) or self.standby.waiting.get(name)
+        return None if found is None else found.service
 
     async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
         Its generation rises: consumers forget which events they acknowledged, because they may come again on purpose.
+        If another process serves it, that process notices the change within a second.
 
         `start` may be text, as in `Start.parse`. Raises NotFound, InvalidArgument.
         """
@@ -122,36 +160,29 @@ class SubscriptionHost(QueuePositions):
                 await self.seek(consumer, start, reason)
             return
         if name not in self.manager.served:
-            async with self._unserved(name):
-                await self.store.seek(self.name, name, positions, reason)
+            await self.store.seek(self.name, name, positions, reason)
             return
         self.manager.subscriptions.check_outside(name)
         await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
 
     async def resume(self, name: str, stream: StreamId) -> bool:
-        """Continue a paused stream, also if no process serves the subscription now. Return False if it is not paused.
-
-        Raises NotFound, or Busy if another live process serves the subscription.
-        """
+        """Continue a paused stream, also if another process or none serves the subscription. Return False if it is not
+        paused, or if its pause is not stored yet. Raises NotFound."""
         check_text("name", name)
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         if (served := self.manager.served.get(name)) is not None:
             resumed = [delivery.retries.resume(stream) for delivery in served.deliveries.values()]
             return any(resumed)
-        async with self._unserved(name):
-            return await self.store.resume(self.name, name, stream)
+        return await self.store.resume(self.name, name, stream)
 
     async def delete_subscription(self, name: str) -> None:
-        """Delete a subscription and its progress; its dead letters stay.
-
-        Raises NotFound, or Busy if another live process serves it.
-        """
+        """Delete a subscription and its progress; its dead letters stay. A process that serves it, or stands by, stops
+        within a second. Raises NotFound."""
         check_text("name", name)
         for each in [*(await self._consumers_of(name)), name]:
-            if each in self.manager.served:
+            with suppress(NotFound):  # this process does not serve it
                 await self.withdraw(each, self._drain_s(each))
-            async with self._unserved(each):
-                await self.store.delete_subscription(self.name, each)
+            await self.store.delete_subscription(self.name, each)
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""
@@ -160,7 +191,8 @@ class SubscriptionHost(QueuePositions):
 
     def _drain_s(self, name: str) -> float:
         """Only handlers get time to end: remote consumers do not run in this process."""
-        return DRAIN_S if isinstance(self.manager.subscriptions.serving(name).service, HandlerService) else 0.0
+        served = self.manager.served.get(name)
+        return DRAIN_S if served is None or isinstance(served.service, HandlerService) else 0.0
 
     async def wait_until_caught_up(self, name: str) -> None:
         """Wait until a subscription that this process serves has finished all events stored before the call (except
@@ -172,43 +204,9 @@ class SubscriptionHost(QueuePositions):
             if self.adapter.capabilities.rewindable:
                 await self.adapter.resume_at(queue, end)  # raises if records are stored behind the end
 
-    # ---- locks -----------------------------------------------------------------------------------------------------
-
-    async def _lock(self, name: str) -> DirectoryLock | None:
-        if self._directory is None:
-            return None
-        locking = asyncio.ensure_future(
-            asyncio.to_thread(lock_subscription, self._directory, self.name, name, shared=self.leased)
-        )
-        try:
-            return await asyncio.shield(locking)
-        except asyncio.CancelledError:
-            await asyncio.wait([locking])  # else the thread may take the lock later and keep it
-            if locking.exception() is None:
-                locking.result().release()
-            raise
-
-    def _unlock(self, name: str) -> None:
-        if (lock := self._locks.pop(name, None)) is not None:
-            lock.release()
-
-    def _unlock_all(self) -> None:
-        for name in list(self._locks):
-            self._unlock(name)
-
-    @asynccontextmanager
-    async def _unserved(self, name: str) -> AsyncGenerator[None]:
-        """Keep other processes from serving the subscription meanwhile. In a cluster, silos may serve it, because they
-        notice a change of the stored position. Raises Busy."""
-        with await self._lock(name) or nullcontext():
-            yield
-
-    @asynccontextmanager
-    async def exclusive(self, name: str) -> AsyncGenerator[None]:
+    def exclusive(self, name: str) -> AbstractAsyncContextManager[None]:
         """Keep all other processes from serving the subscription meanwhile, silos of a cluster too. Raises Busy.
 
         The provider must have a data directory.
         """
-        assert self._directory is not None
-        with await asyncio.to_thread(lock_subscription, self._directory, self.name, name):
-            yield
+        return self._locks.exclusive(name)

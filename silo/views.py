@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -187,7 +187,10 @@ async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkp
     return ""
 
 
-def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:
+def provider_statistics(
+    manager: PullingManager, published_events: int, published_bytes: int, standing_by: Mapping[str, str]
+) -> ProviderStatistics:
+    """`standing_by`: subscriptions that this process takes over when another one ends, with the reason."""
     agents = manager.statistics()
     queues = [_queue(agent, _epoch(manager, agent.queue)) for agent in agents]
     by_name: dict[str, list[tuple[DeliveryStatistics, AgentStatistics, bool]]] = {name: [] for name in manager.served}
@@ -197,6 +200,11 @@ def provider_statistics(manager: PullingManager, published_events: int, publishe
     subscriptions = [
         _subscription(name, manager.state.counts(name), parts, manager.served.get(name))
         for name, parts in by_name.items()
+    ]
+    subscriptions += [
+        _subscription(name, manager.state.counts(name), [], None)._replace(state="standing by", reason=reason)
+        for name, reason in standing_by.items()
+        if name not in by_name
     ]
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
 

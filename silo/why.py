@@ -92,6 +92,8 @@ class SubscriptionFacts:
     """Why its circuit breaker holds it; "" if it does not."""
     served: bool | None = None
     """Whether the asked process serves it with a handler or has a group of consumers."""
+    standby: str = ""
+    """Which process serves the subscription, if the asked one stands by for it."""
     handler: bool = False
     consumers: Sequence[ConsumerFacts] = ()
     assigned: bool = True
@@ -240,6 +242,8 @@ def _consumers(facts: WhyFacts) -> _Found:
         return
     if one.served is False and not facts.is_asked:
         yield "not_asked", f"subscription {one.name!r} has events that are not finished, as of its saved progress"
+    elif one.standby:
+        yield "standing_by", one.standby
     elif one.served is False:
         yield "not_served", f"subscription {one.name!r} has no handler and no consumer"
     elif one.served and not one.handler and _has_more(facts):

@@ -69,6 +69,10 @@ CAUSES: dict[str, CauseText] = {
         "No handler and no consumer takes events of the subscription.",
         "Start a silo with its handler, or attach a consumer.",
     ),
+    "standing_by": CauseText(
+        "Another process serves the subscription. This one stands by, and knows the saved progress alone.",
+        "Ask the process that the evidence names; this one takes over when that process ends.",
+    ),
     "not_asked": CauseText(
         "The data directory has the saved progress alone: a process that serves the subscription was not asked.",
         "If a silo serves it, ask the silo with --server; otherwise start one with its handler.",

@@ -176,7 +176,8 @@ class _Gathering:
         if one is not None:
             found = _with_consumers(found, one, self._index)
         elif facts.queue.has_lease and facts.queue.agent is not None:
-            found = replace(found, served=False)
+            waiting = self._provider.standby.waiting.get(self._definition.name)
+            found = replace(found, served=False, standby="" if waiting is None else waiting.reason)
         if found.matches:
             saved = None if delivery is not None or facts.store_error else await self._saved()
             if delivery is not None:

@@ -8,6 +8,9 @@
                                  held (flock) by the process that serves the subscription, or shared by the silos of a
                                  cluster; its text is the id of a process that holds it
     DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
+    DIR/locks/.readers/<provider>.lock
+                                 held in the same way by the process that serves subscriptions, if each queue of the
+                                 provider has one reader
     DIR/demo/                    ledgers of the demo
     DIR/staging/<provider>/      data of Spark's sink that is not published yet (headrace.pipeline.staging)
 
@@ -34,6 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import msgspec
 
@@ -184,6 +188,16 @@ class DirectoryLock:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
         self.path = path
+        _locks.add(self)
+
+    def is_valid(self) -> bool:
+        """Whether the lock is held, and its file is still the one that other processes lock."""
+        if self._descriptor < 0:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Free the lock. Idempotent. The file stays: removing it would free a successor's lock as well."""
@@ -202,6 +216,18 @@ class DirectoryLock:
         self.release()
 
 
+_locks = WeakSet[DirectoryLock]()
+
+
+def _close_inherited() -> None:
+    """A forked process does not keep the locks of its parent, which may be killed before it."""
+    for one in list(_locks):
+        one.release()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 def lock_subscription(
     directory: DataDirectory, provider: str, subscription: str, *, shared: bool = False
 ) -> DirectoryLock:
@@ -210,6 +236,12 @@ def lock_subscription(
     check_stored_name(subscription)
     what = f"subscription {subscription!r} of provider {provider!r} is served"
     return lock(directory, check_provider_name(provider), subscription, what, shared=shared)
+
+
+def lock_reader(directory: DataDirectory, provider: str, *, shared: bool = False) -> DirectoryLock:
+    """Take the right to read the queues of a provider that have one reader each, as `lock_subscription` does."""
+    what = f"provider {provider!r} has queues with one reader each: its subscriptions are served"
+    return lock(directory, READERS, check_provider_name(provider), what, shared=shared)
 
 
 def lock(directory: DataDirectory, group: str, name: str, what: str, *, shared: bool = False) -> DirectoryLock:
@@ -230,12 +262,15 @@ def lock(directory: DataDirectory, group: str, name: str, what: str, *, shared: 
     except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace") or "unknown"
         os.close(descriptor)
-        raise Busy(f"{what} by process {holder}: stop that one first") from None
+        raise Busy(f"{what} by process {holder}", hint="stop that one first") from None
     except OSError as error:
         os.close(descriptor)
         raise _refusal(directory.path, error) from None
     return DirectoryLock(descriptor, path)
 
+
+READERS = ".readers"
+"""The group of the locks of `lock_reader`; the name of a lock is the provider's name."""
 
 SILOS = ".silos"
 """The group of the locks that the silos of a cluster hold; the name of a lock is the silo's name."""

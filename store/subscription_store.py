@@ -218,11 +218,13 @@ def _attach(connection: Connection, provider: str, name: str) -> SubscriptionAtt
 
 
 def _share_epoch(connection: Connection, provider: str, name: str) -> SubscriptionAttachment:
-    query = select(subscriptions.c.epoch, subscriptions.c.generation).where(is_subscription(provider, name))
+    columns = subscriptions.c
+    query = select(columns.epoch, columns.generation, columns.definition).where(is_subscription(provider, name))
     row = connection.execute(query).one_or_none()
     if row is None:
         raise subscription_not_found(provider, name)
-    return SubscriptionAttachment(row.epoch, _checkpoints(connection, provider, name), row.generation)
+    positions = _checkpoints(connection, provider, name)
+    return SubscriptionAttachment(row.epoch, positions, row.generation, definition_of(row.definition))
 
 
 def _new_epoch(connection: Connection, provider: str, name: str) -> int:

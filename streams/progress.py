@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .subscriptions import Checkpoint
+from .subscriptions import Checkpoint, SubscriptionDefinition
 
 
 class SubscriptionAttachment(NamedTuple):
@@ -16,6 +16,8 @@ class SubscriptionAttachment(NamedTuple):
     checkpoints: Mapping[int, Checkpoint]
     generation: int = 0
     """It rises with each seek, and with each creation of a subscription of this name."""
+    definition: SubscriptionDefinition | None = None
+    """The stored definition. None if the store does not give it."""
 
 
 class RefusedProgress(NamedTuple):

@@ -34,7 +34,7 @@ OWN_TASKS = {
     "silo/services/consumer_session.py": "awaited by its function",
     "silo/services/publisher.py": "awaited by its function",
     "silo/services/pulling.py": "its own run, which `aclose` awaits",
-    "silo/subscription_host.py": "awaited by its function",
+    "silo/subscription_locks.py": "awaited by its function",
     "silo/supervisor.py": "awaited by its function",
     "streams/background.py": "the supervisor itself",
     "streams/handler_workers.py": "a pool of tasks, which ends them in steps",

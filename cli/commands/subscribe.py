@@ -217,7 +217,7 @@ async def _subscribe(
         printer = BatchPrinter(render, queue_of) if limit is None else LimitedPrinter(render, queue_of, limit)
         definition = await wanted.at(provider)
         subscription = await provider.attach(
-            SubscriptionDeclaration(provider.name, definition, printer, False, predicate, 1000)
+            SubscriptionDeclaration(provider.name, definition, printer, False, predicate, 1000), stands_by=False
         )
         try:
             await _until_end(printer, subscription, follow=follow)
@@ -262,5 +262,6 @@ async def _forget_left_behind(provider: Provider) -> None:
 
 
 async def _forget(provider: Provider, name: str) -> None:
-    with suppress(Busy, NotFound):
-        await provider.delete_subscription(name)
+    with suppress(Busy, NotFound):  # busy: another command prints it
+        async with provider.exclusive(name):
+            await provider.store.delete_subscription(provider.name, name)

@@ -125,7 +125,7 @@ class MemoryStore:
         found = self._get(provider, name)
         if exclusive:
             found.epoch = self._next_epoch()
-        return SubscriptionAttachment(found.epoch, found.checkpoints, found.generation)
+        return SubscriptionAttachment(found.epoch, found.checkpoints, found.generation, found.definition)
 
     def _next_epoch(self) -> int:
         self._epoch += 1

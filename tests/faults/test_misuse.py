@@ -144,7 +144,7 @@ async def test_failed_open_does_not_decide_the_number_of_queues(tmp_path: Path) 
 
 async def test_no_name_leads_out_of_the_directory_of_locks(tmp_path: Path) -> None:
     async with Provider.open(tmp_path / "data", queues=1) as provider:
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(NotFound):
             await provider.delete_subscription("../../../escaped")
     assert not await asyncio.to_thread((tmp_path / "escaped.lock").exists)
 

@@ -24,6 +24,7 @@ from headrace.balancer import StreamQueueMapper
 from headrace.proto.v1 import observation_pb2 as pb
 from headrace.proto.v1 import subscriptions_pb2
 from headrace.silo.why_causes import CAUSES
+from headrace.silo.why_gathering import explain_stream
 from headrace.streams.subscriptions import Selector, Start, SubscriptionDefinition
 from tests.cli.commandline import ENVIRONMENT
 from tests.cli.forking import forking
@@ -246,6 +247,18 @@ async def test_the_data_directory_alone_does_not_show_the_consumers(main: Talkin
     assert "'asked'" in found["causes"][0]["evidence"]
     (found,) = json.loads(await headrace(main.directory, *question, "--server", address_of(main)))
     assert found["causes"][0]["code"] == "not_served"
+
+
+@injects("standing_by")
+async def test_a_process_that_stands_by_names_the_one_that_serves(main: Talking) -> None:
+    async def running(_: Event) -> None: ...
+
+    async with Provider.open(main.directory / "data") as provider:
+        await provider.subscribe("running", None, running)
+        await provider.stream("running", "standby").publish(b"x")
+        (found,) = await explain_stream(provider, StreamId("running", "standby"), "running")
+    assert found.causes[0].code == "standing_by"
+    assert f"is served by process {main.process.pid}" in found.causes[0].evidence
 
 
 @injects("retained_away")

@@ -67,7 +67,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
         def join() -> None:
             joins.append(asyncio.create_task(served.join(definition, f"c{len(joins)}", 10.0)))
 
-        async def failing_first(*arguments: Any) -> None:
+        async def failing_first(*arguments: Any, **options: Any) -> None:
             at_once[0] += 1
             at_once[1] = max(at_once)
             try:
@@ -75,7 +75,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
                 if len(joins) == 2:
                     join()
                     raise Busy("not now")
-                await serve(*arguments)
+                await serve(*arguments, **options)
             finally:
                 at_once[0] -= 1
 

@@ -66,6 +66,7 @@ ALONE = {
     "stream_paused": facts(of={"position": Position.PAUSED, "reason": "ValueError"}),
     "stream_retrying": facts(of={"position": Position.WAITING, "attempts": 3, "max_attempts": 8, "reason": "x"}),
     "not_served": facts(of={"served": False}),
+    "standing_by": facts(of={"served": False, "standby": "served by process 7"}),
     "not_asked": facts(of={"served": False}, is_asked=False),
     "consumer_disconnected": facts(
         of={
