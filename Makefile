@@ -20,7 +20,7 @@ STAMPS := $(VENV)/stamps
 DIST   := $(VENV)/dist
 TREE   := $(VENV)/tree
 
-PACKAGES := proto streams store effects adapters balancer client agents server silo pipeline cli
+PACKAGES := proto streams store effects adapters balancer client agents server silo pipeline frameworks cli
 # Folders are listed too: their time changes when a file is added or removed.
 SOURCES  := $(shell find front_door $(PACKAGES) -name __pycache__ -prune -o -print) pyspark_headrace.py setup.py pyproject.toml MANIFEST.in README.md LICENSE
 
@@ -87,10 +87,11 @@ slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of S
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 by default
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
 
-chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters, brokers of Kafka and PostgreSQL for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis; cut the power CHAOS_IMAGES times, flip CHAOS_FLIPS bits of each kind
+chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters, brokers of Kafka and PostgreSQL for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis, web workers with CHAOS_WORKER_EVENTS; cut the power CHAOS_IMAGES times, flip CHAOS_FLIPS bits of each kind
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} CHAOS_SECONDS=$${CHAOS_SECONDS:-120} HEADRACE_INSTALL_SERVERS=1 \
 	  CHAOS_EVENTS=$${CHAOS_EVENTS:-100000} $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py \
 	  tests/faults/test_cluster_outages.py tests/faults/test_owner_kills.py tests/faults/test_spark_kills.py tests/faults/test_delay_kills.py \
+	  tests/faults/test_worker_kills.py \
 	  tests/adapters/redis/test_redis_processes.py tests/faults/test_kafka_kills.py tests/faults/test_postgres_kills.py
 	CHAOS_KILLS=$${CHAOS_KILLS:-300} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/effects/test_bank_kills.py
 	CHAOS_IMAGES=$${CHAOS_IMAGES:-1500} CHAOS_FLIPS=$${CHAOS_FLIPS:-100} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/storage

@@ -20,6 +20,7 @@ FOLDERS = (
     "server",
     "silo",
     "pipeline",
+    "frameworks",
     "cli",
 )
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import linecache
 import logging
-import sys
-import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -23,7 +19,7 @@ from ..server.limits import UNLIMITED, ClientLimiter
 from ..store.datadir import running_silos
 from ..streams.background import BackgroundTasks
 from ..streams.errors import Busy, InvalidArgument
-from ..streams.handlers import SubscriptionDeclaration, declared
+from ..streams.handlers import SubscriptionDeclaration
 from ..streams.histograms import Histogram
 from ..streams.wording import counted
 from .config import SiloConfig, check
@@ -34,6 +30,7 @@ from .metrics import render
 from .options import DEFAULT_ADAPTER
 from .provider import Provider
 from .service_limits import SERVICE_LIMITS, ServiceLimits
+from .user_modules import declared_subscriptions
 
 if TYPE_CHECKING:  # they load gRPC
     from starlette.types import ASGIApp
@@ -45,8 +42,6 @@ if TYPE_CHECKING:  # they load gRPC
 log = logging.getLogger("headrace.silo")
 
 CONSUMING = "headrace.v1.ConsumerService"
-INTERNAL_PACKAGES = ("headrace", "importlib")
-"""Packages whose lines are left out of a message about the user's module."""
 
 
 class Silo:
@@ -89,7 +84,7 @@ class Silo:
         check(config)
         silo = cls(config, limits)
         silo._check_data()
-        subscriptions = silo._declared()
+        subscriptions = declared_subscriptions(config.modules, config.providers)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(silo._answers.aclose)
             if config.http.port is not None:
@@ -125,17 +120,6 @@ class Silo:
                     f"provider {name!r} needs a data directory: name it with --data, with HEADRACE_DATA, or as data = "
                     "in the configuration file"
                 )
-
-    def _declared(self) -> Sequence[SubscriptionDeclaration]:
-        for module in self.config.modules:
-            import_module(module)
-        for one in declared():
-            if one.provider not in self.config.providers:
-                raise InvalidArgument(
-                    f"subscription {one.definition.name!r} is declared for provider {one.provider!r}, which is not "
-                    f"configured: there is {', '.join(self.config.providers)}"
-                )
-        return declared()
 
     async def _start(self, subscriptions: Sequence[SubscriptionDeclaration]) -> None:
         for name, options in self.config.providers.items():
@@ -301,34 +285,3 @@ class Silo:
         state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
         body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
         return HttpAnswer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-def import_module(name: str) -> None:
-    """Import a module of the user. The working directory is searched first.
-
-    Raises InvalidArgument with the line of the user's code that failed, also if headrace refused the call in that line.
-    """
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SyntaxError) and error.filename is not None:
-            place, reason = (error.filename, error.lineno or 1), error.msg
-        else:
-            place, reason = _last_line_of_the_user(error), str(error)
-        where = ""
-        if place is not None:
-            code = linecache.getline(*place).strip()
-            where = f", at {place[0]}:{place[1]}" + (f": {code}" if code else "")
-        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {reason}{where}") from error
-
-
-def _last_line_of_the_user(error: BaseException) -> tuple[str, int] | None:
-    """Return the file and the number of the line of the user's code that failed, if there is one."""
-    frames = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
-    ]
-    return frames[-1] if frames else None

@@ -84,12 +84,14 @@ class SubscriptionLocks:
         return _TakenLocks(reader, locks)
 
     async def holds(self, name: str) -> bool:
-        """Whether this process may serve a subscription: it took the right, and no other process can have it. False
-        also if the file of the lock was removed or replaced."""
+        """Whether this process may serve a subscription: it took the right, and no other process can have it.
+
+        False also if the file of the lock was removed or replaced, except in a cluster: there leases decide.
+        """
         if self._directory is None:
             return True
         held = self._held.get(name)
-        if held is None or not await asyncio.to_thread(held.is_valid):
+        if held is None or not (self._shared or await asyncio.to_thread(held.is_valid)):
             return False
         return self._held.get(name) is held  # else it was released meanwhile
 

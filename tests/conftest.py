@@ -29,7 +29,18 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 LIBRARY = [
     f"headrace.{package}"
-    for package in ("streams", "store", "adapters", "balancer", "client", "agents", "server", "silo", "pipeline")
+    for package in (
+        "streams",
+        "store",
+        "adapters",
+        "balancer",
+        "client",
+        "agents",
+        "server",
+        "silo",
+        "pipeline",
+        "frameworks",
+    )
 ]
 
 # `make test` draws the same examples each time, so that it passes or fails because of a change. The other profiles draw

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    "adapters", "agents", "balancer", "benchmarks", "cli", "client", "effects", "front_door", "pipeline", "server",
-    "silo", "store", "streams",
+    "adapters", "agents", "balancer", "benchmarks", "cli", "client", "effects", "frameworks", "front_door", "pipeline",
+    "server", "silo", "store", "streams",
 )  # fmt: skip
 
 VAGUE = {

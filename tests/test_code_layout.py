@@ -10,8 +10,8 @@ from tests.conftest import LONGEST
 from tests.plain_english import REPOSITORY
 
 FOLDERS = (
-    "adapters", "agents", "balancer", "cli", "client", "effects", "front_door", "pipeline", "server", "silo", "store",
-    "streams",
+    "adapters", "agents", "balancer", "cli", "client", "effects", "frameworks", "front_door", "pipeline", "server",
+    "silo", "store", "streams",
 )  # fmt: skip
 MAX_FILE, MAX_CLASS, MAX_METHODS = 600, 300, 25
 
