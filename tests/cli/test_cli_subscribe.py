@@ -171,13 +171,17 @@ def test_remains_of_a_killed_process_are_forgotten(headrace: Headrace, start: St
     publish(headrace, 1)
     process = start(*EARLIEST, "--format", "raw")
     assert next_line(process) == b"1\n"
+    living = start(*EARLIEST, "--format", "raw")
+    assert next_line(living) == b"1\n"
     process.kill()
     process.wait()
-    assert len(names(headrace)) == 1
+    assert len(names(headrace)) == 2
 
     headrace(*STORED)
 
-    assert names(headrace) == []
+    assert len(names(headrace)) == 1
+    publish(headrace, 2)
+    assert next_line(living) == b"2\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -471,3 +471,24 @@ async def test_a_server_killed_under_load_keeps_acknowledged_writes(tmp_path: Pa
             await asyncio.gather(*publishing)
             await until(lambda: got.keys() >= published - may_be_lost, 60)
     assert len(published) == 1200
+
+
+async def test_one_process_serves_all_subscriptions_and_another_takes_over_all(tmp_path: Path, url: str) -> None:
+    """Each queue has one reader: two processes would take the queues from one another."""
+    got: dict[str, list[bytes]] = {"a": [], "b": [], "c": []}
+
+    def handler(name: str) -> Any:
+        async def handle(event: Event) -> None:
+            got[name].append(event.payload)
+
+        return handle
+
+    async with opened(tmp_path, url) as second:
+        async with opened(tmp_path, url) as first:
+            await first.subscribe("a", "orders/*", handler("a"))
+            for name in "bc":
+                await second.subscribe(name, "orders/*", handler(name))
+            assert sorted(second.standby.waiting) == ["b", "c"]
+            await second.stream(STREAM).publish(b"1")
+            await until(lambda: got["a"] == [b"1"])
+        await until(lambda: (got["b"], got["c"]) == ([b"1"], [b"1"]))
