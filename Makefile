@@ -38,10 +38,10 @@ GATE        ?= --randomly-seed=1
 AGAIN       ?= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest --last-failed --last-failed-no-failures=none --maxfail=5 -v $(GATE) -m "not slow"
 SIM_ARGS    ?=
 
-.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev format generate baseline wheel clean
+.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel clean
 
 help: ## list the targets
-	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(STAMPS)/test $(TREE) ## lint, types, and the tests against the built and installed wheel, but the slow ones
 	# Beside: pyright takes one core for a minute, and the lint and the compilation of the tests another one.
@@ -104,6 +104,13 @@ demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are 
 
 bench: $(STAMPS)/bench ## benchmarks beside other systems; BENCH_ARGS are passed on
 	HEADRACE_INSTALL_SERVERS=1 $(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+docs: docs-build ## build the documentation site, and serve it on port DOCS_PORT, 8000 by default
+	@echo "the documentation is at http://127.0.0.1:$${DOCS_PORT:-8000}/"
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/website/html $${DOCS_PORT:-8000}
+
+docs-build: $(STAMPS)/test ## build the documentation site in build/website/html; a broken link is an error
+	$(BIN)/python -m website build/website
 
 format: $(STAMPS)/test ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The address of /metrics, /healthz and the dashboard. `silo.config.check` refuses wrong combinations."""
 
     host: str = "127.0.0.1"
+    """Address of this machine that the HTTP server listens at."""
     port: Port | None = None
     """None: not served. 0: a free port, which is logged."""
     certificate: str | None = None
@@ -48,6 +49,7 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The address of gRPC, its access control and limits. `silo.config.check` refuses wrong combinations."""
 
     host: str = "127.0.0.1"
+    """Address of this machine that gRPC listens at. Other than loopback, it needs TLS or `insecure`."""
     port: Port | None = None
     """None: not served. 0: a free port, which is logged."""
     native: bool = True

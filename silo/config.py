@@ -63,18 +63,23 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Bounds of a provider's cache in this process, over all its queues."""
 
     max_events: _Positive = _CACHE.max_events
+    """Events in the cache."""
     max_bytes: _Positive = _CACHE.max_bytes
+    """Encoded bytes in the cache."""
 
 
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One provider. `adapter` and `queues` are fixed when it is first opened. Left out, the stored values apply."""
 
     adapter: str | None = None
+    """Name of the queue technology. None: the stored one, or "log" for a new provider."""
     queues: _Positive | None = None
+    """Number of queues. None: the stored one, or 8 for a new provider."""
     options: dict[str, Any] = {}
     """The adapter's own options."""
     cache: CacheConfig = CacheConfig()
     detach_after_s: _Seconds = 0.25
+    """Seconds without progress in a full cache, after which a cursor is detached."""
     delays: str | None = None
     """Where delayed events wait if the adapter has no delays: "store" for the control store. None: the provider refuses
     delayed events."""
@@ -121,14 +126,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ca: str | None = None
     """File: CA certificates, PEM, for the certificates of other silos. None: `grpc.client_ca`, else the system's."""
     balancer: str = "lease-count"
+    """Decides which silo has which queue."""
     fixed: tuple[str, ...] = ()
     """The names of all silos, for the balancers `best-fit-fixed` and `best-fit-live`."""
     mapping: dict[str, str] = {}
     """The silo of each queue, for the balancer `static`."""
     period_s: _Seconds = _TIMES.period_s
+    """Time between two heartbeats, in seconds."""
     lease_s: _Seconds = _TIMES.lease_s
+    """Length of a lease, in seconds."""
     dead_after_s: _Seconds = _TIMES.dead_after_s
+    """Silence after which a silo is declared dead, in seconds."""
     maturity_s: _Seconds = _TIMES.maturity_s
+    """How long the queues of a missing silo wait for it, in seconds."""
 
     def shared(self) -> dict[str, str]:
         """Return the settings that all silos of a cluster should share, as text by name."""
@@ -181,6 +191,7 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     workers: _Positive | None = None
     """Number of silos, each a process of its own; they form a cluster. None: one silo, in this process."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The lowest level of log lines on stderr."""
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
     cluster: ClusterConfig | None = None

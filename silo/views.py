@@ -126,6 +126,8 @@ class OutboxView(NamedTuple):
 
 
 class ProviderStatistics(NamedTuple):
+    """The state of a provider in this process, and its counts since the provider was opened."""
+
     queues: Sequence[QueueView]
     subscriptions: Sequence[SubscriptionView]
     published_events: int

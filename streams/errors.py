@@ -74,6 +74,8 @@ def _text(option: str, problem: str, hint: str) -> str:
 
 
 class InvalidArgument(HeadraceError, ValueError):
+    """The input is wrong. The message names the input and the accepted values."""
+
     code = "invalid_argument"
     status = 3  # INVALID_ARGUMENT
 
@@ -100,52 +102,72 @@ class PayloadInvalid(InvalidArgument):
 
 
 class NotSupported(HeadraceError):
+    """The adapter or the mode cannot honour an option. It is refused when it is given."""
+
     code = "not_supported"
     status = 9  # FAILED_PRECONDITION
 
 
 class NotFound(HeadraceError):
+    """There is no such subscription, dead letter, provider or adapter."""
+
     code = "not_found"
     status = 5  # NOT_FOUND
 
 
 class DefinitionConflict(HeadraceError):
+    """The name exists with another definition."""
+
     code = "definition_conflict"
     status = 6  # ALREADY_EXISTS
 
 
 class Busy(HeadraceError):
+    """Another live process holds the subscription or the name."""
+
     code = "busy"
     status = 9  # FAILED_PRECONDITION
 
 
 class Fenced(HeadraceError):
+    """A newer owner has taken over. Writes of this one are refused."""
+
     code = "fenced"
     status = 10  # ABORTED
 
 
 class QueueFull(HeadraceError):
+    """A queue has reached its capacity, and the producer chose not to wait."""
+
     code = "queue_full"
     status = 8  # RESOURCE_EXHAUSTED
     retryable = True
 
 
 class SequenceConflict(HeadraceError):
+    """An earlier batch of an idempotent producer is missing: send that one first."""
+
     code = "sequence_conflict"
     status = 9  # FAILED_PRECONDITION
 
 
 class Unauthenticated(HeadraceError):
+    """The call has no token, or an unknown one."""
+
     code = "unauthenticated"
     status = 16  # UNAUTHENTICATED
 
 
 class PermissionDenied(HeadraceError):
+    """The token does not allow the call."""
+
     code = "permission_denied"
     status = 7  # PERMISSION_DENIED
 
 
 class LimitExceeded(HeadraceError):
+    """The client has used up its connections, requests or bytes. Try again later."""
+
     code = "limit_exceeded"
     status = 8  # RESOURCE_EXHAUSTED
     retryable = True
@@ -161,17 +183,23 @@ class Unavailable(HeadraceError):
 
 
 class Closed(HeadraceError):
+    """The object was used after `aclose`."""
+
     code = "closed"
     status = 14  # UNAVAILABLE
 
 
 class StorageError(HeadraceError):
+    """The store failed. Nothing that was acknowledged is lost."""
+
     code = "storage"
     status = 14  # UNAVAILABLE
     retryable = True
 
 
 class StorageFull(StorageError):
+    """There is no space left."""
+
     code = "storage_full"
     status = 8  # RESOURCE_EXHAUSTED
 
@@ -211,6 +239,8 @@ class OffsetsGone(HeadraceError):
 
 
 class DataDirectoryError(StorageError):
+    """The data directory is foreign, damaged, or of another version."""
+
     code = "data_directory"
     status = 9  # FAILED_PRECONDITION
     retryable = False

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOT_INSTALLED = {"front_door", "benchmarks", "tests", "docs", "examples", "build", "dist"}
+NOT_INSTALLED = {"front_door", "benchmarks", "tests", "website", "docs", "examples", "build", "dist"}
 """Of these `front_door` is the package `headrace` itself."""
 
 

@@ -20,6 +20,7 @@ class GeneratorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Options of the adapter `generator`. The same options give the same data."""
 
     namespace: str = "generated"
+    """Namespace of the streams."""
     streams: Annotated[int, msgspec.Meta(ge=1)] = 100
     """Streams in each queue."""
     events: _Count | None = None
@@ -35,6 +36,7 @@ class GeneratorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skew: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
     """Zipf exponent: the share of stream number n (from 1) is proportional to 1 / n ** skew. 0: equal shares."""
     seed: int = 0
+    """Another seed gives other payloads and another choice of streams."""
     start_us: int = 1_577_836_800_000_000
     """Time of the first batch, in microseconds since 1970 UTC. The others follow at `rate`, or at 1,000,000 events per
     second without a rate. Generated times are part of the data; they do not follow the clock."""
@@ -47,6 +49,7 @@ class GeneratorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Each receiver stops for `stall_s` before every batch whose offset is a multiple of this, except offset 0. 0:
     never."""
     stall_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Length of a stop, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.payload_range
