@@ -34,6 +34,8 @@ COMMANDS = {
     "top": (".top", "Watch queues and subscriptions on one screen."),
     "why": (".why", "Say why the next event of a stream is not delivered."),
     "check": (".check", "Read all of a data directory, and report damage."),
+    "backup": (".backup", "Copy a data directory while silos use it."),
+    "restore": (".restore", "Make a data directory from a backup."),
     "repair": (".repair", "Continue after data was damaged or lost."),
     "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
     "tokens": (".tokens", "Create, list and revoke the tokens of clients."),

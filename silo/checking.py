@@ -109,7 +109,7 @@ class DirectoryCheck:
             await store.aclose()
 
     def _copied(self, control_db: Path, copy: Path) -> Path | None:
-        if _has_other_store(control_db.parent):
+        if has_other_store(control_db.parent):
             self.skipped.append("the control data is in a database: name it with --store to check it, too")
             return None
         if not control_db.exists() or not control_db.stat().st_size:
@@ -125,7 +125,7 @@ class DirectoryCheck:
             self._found("damaged", "control.db", str(damage), way)
         faults = ["it cannot be read"]
         for _ in range(_ATTEMPTS):
-            faults = _copy_database(control_db, copy)
+            faults = copy_database(control_db, copy)
             if not faults:
                 return copy
         for fault in faults:
@@ -217,7 +217,7 @@ class DirectoryCheck:
             self._found("damaged", "control store", str(error), _BACKUP)
 
 
-def _has_other_store(data: Path) -> bool:
+def has_other_store(data: Path) -> bool:
     """Whether the marker of a data directory names a database for its control data."""
     marker = msgspec.json.decode((data / MARKER).read_bytes(), type=dict[str, object])
     return marker.get("control") is not None
@@ -227,7 +227,7 @@ def _logs(own: Path) -> list[str]:
     return sorted(each.name for each in own.glob("*") if has_log(each / "log"))
 
 
-def _copy_database(control_db: Path, copy: Path) -> list[str]:
+def copy_database(control_db: Path, copy: Path) -> list[str]:
     """Copy a database that may be in use. Return its faults."""
     for stale in copy.parent.glob(f"{copy.name}*"):
         stale.unlink()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..adapters import Gap
 from ..adapters.log import LogAdapter, LogScan
@@ -22,11 +22,10 @@ from ..store.write_ahead_log import DamagedFrame, find_damage
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, NotSupported
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
+from .in_threads import in_threads
 from .options import ProviderOptions
 from .ownership import identity_key
 from .provider import Provider
-
-_T = TypeVar("_T")
 
 LOST_LOG = "the log was lost, and begun anew"
 _APART = 1 << 32
@@ -73,7 +72,7 @@ async def renew_log(data: Path, provider: str, control: str | None = None) -> Ma
                 locks.enter_context(await asyncio.to_thread(lock_subscription, directory, provider, definition.name))
             stored = {each.name: await _positions(store, record, each) for each in definitions}
             starts = _starts(record.queues, list(stored.values()))
-            async with _in_threads(
+            async with in_threads(
                 new_log(await asyncio.to_thread(directory.provider_dir, provider), provider, starts)
             ) as identity:
                 await store.add_gaps([gap for name, at in stored.items() for gap in _gaps(provider, name, at, starts)])
@@ -94,18 +93,6 @@ async def _positions(
         one = selector.explicit
         queues = [mapper.queue_of(StreamId.parse(selector.pattern))] if one else range(provider.queues)
         return {queue: Checkpoint(0) for queue in queues}
-
-
-@asynccontextmanager
-async def _in_threads(manager: AbstractContextManager[_T]) -> AsyncGenerator[_T]:
-    """A context manager whose beginning and end block."""
-    value = await asyncio.to_thread(manager.__enter__)
-    try:
-        yield value
-    except BaseException as error:
-        manager.__exit__(type(error), error, error.__traceback__)
-        raise
-    await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 def _starts(queues: int, stored: Sequence[Mapping[int, Checkpoint]]) -> dict[int, int]:

@@ -15,6 +15,8 @@ from .transactions import LogChanges, LogSnapshot, StoredGap
 
 SKIPPED = "damaged, and skipped by an operator"
 """The beginning of the reason of a gap that was skipped."""
+RESTORED = "a backup was restored: events that were published after it are lost"
+"""The reason of a gap at the end of a restored queue."""
 MISSING = "the block is missing"
 
 _READ_BYTES = 8 << 20
@@ -115,8 +117,9 @@ def _checked(record: memoryview, place: BlockPlace, after: int) -> tuple[int, st
 
 
 def skipped_ranges(snapshot: LogSnapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped."""
-    gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith(SKIPPED)]
+    """Return the ranges of offsets from `start` up to `end` (exclusive) that an operator skipped: because they are
+    damaged, or because a backup was restored."""
+    gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith((SKIPPED, RESTORED))]
     cut = [(max(gap.low, start), min(gap.high, end)) for gap in gaps]
     return [(low, high) for low, high in cut if low < high]
 

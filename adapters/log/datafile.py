@@ -25,7 +25,7 @@ _PAUSE_S = 0.01
 _META = struct.Struct("=40x 40x Q 40x Q Q Q")
 """A meta page of LMDB 0.9. Its fields are: header, magic, version, address and map size; the two databases (free pages,
 names), each with its root at the end; the last page; the transaction. Integers have the machine's byte order."""
-_RELAXED = "relaxed"
+RELAXED = "relaxed"
 
 
 class _MetaPage(NamedTuple):
@@ -40,7 +40,7 @@ def note_relaxed(path: Path) -> None:
 
     Such commits do not wait for the disk: after a power failure the meta pages may be of any two transactions.
     """
-    mark = path / _RELAXED
+    mark = path / RELAXED
     if not mark.exists():
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         sync_path(path)
@@ -54,7 +54,7 @@ def check_file(environment: lmdb.Environment, path: Path) -> None:
     fault = ""
     for _ in range(_ATTEMPTS):
         even, odd = _meta_pages(file, page_bytes)
-        fault = _fault(even, odd, in_order=not (path / _RELAXED).exists())
+        fault = _fault(even, odd, in_order=not (path / RELAXED).exists())
         if not fault:
             return
         time.sleep(_PAUSE_S)

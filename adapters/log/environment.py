@@ -31,7 +31,7 @@ _MAX_READERS = 1022
 _LOCK_FILE_BYTES = 64 * (_MAX_READERS + 2)
 """The size that LMDB gives the lock file for `_MAX_READERS`. It must not be larger: processes that see different sizes
 would use slots beyond the map."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GROWTH_PROBE_BYTES = 1 << 20
 _DAMAGED = (
     lmdb.CorruptedError,
@@ -383,11 +383,11 @@ def _opening(path: Path, map_bytes: int) -> Generator[None]:
     except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
         raise DataDirectoryError(f"'{path}' is not a log, or is damaged: {error}") from None
     except lmdb.Error as error:
-        if getattr(error, "code", 0) in (*_NO_SPACE, errno.EIO):
+        if getattr(error, "code", 0) in (*NO_SPACE, errno.EIO):
             raise _storage_error(error, path, map_bytes) from None
         raise DataDirectoryError(f"'{path}' cannot be opened: {error}") from None
     except OSError as error:
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             raise StorageFull(f"'{path}': no space left on the device: free some space, then open it again") from None
         raise DataDirectoryError(f"'{path}' cannot be opened: {error.strerror}") from None
 
@@ -404,7 +404,7 @@ def _storage_error(error: lmdb.Error, path: Path, map_bytes: int) -> StorageErro
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
         return StorageFull(f"'{path}': the log has reached map_bytes={map_bytes:,}: raise the option, or retain less")
-    if isinstance(error, lmdb.DiskError) or code in _NO_SPACE or (code == errno.EIO and not _can_grow(path)):
+    if isinstance(error, lmdb.DiskError) or code in NO_SPACE or (code == errno.EIO and not _can_grow(path)):
         return StorageFull(f"'{path}': no space left on the device: free some space, then publish again")
     if isinstance(error, lmdb.MapResizedError):
         return StorageError(
@@ -424,5 +424,5 @@ def _can_grow(path: Path) -> bool:
         finally:
             os.close(data)
     except OSError as error:
-        return error.errno not in _NO_SPACE
+        return error.errno not in NO_SPACE
     return True

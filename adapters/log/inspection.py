@@ -11,10 +11,11 @@ from typing import NamedTuple, Self
 import lmdb
 import msgspec
 
-from ...streams.errors import DataDirectoryError
+from ...streams.errors import DataDirectoryError, PermissionDenied, StorageError, StorageFull
+from ...streams.private_files import FILE_MODE, make_file
 from .damage import DamagedRange, OnProgress, count_blocks, find_damage, still_damaged
-from .datafile import check_file
-from .environment import MAX_QUEUES, has_log
+from .datafile import RELAXED, check_file
+from .environment import MAX_QUEUES, NO_SPACE, has_log
 from .options import LogOptions
 from .rows import META_KEY, meta_of
 from .transactions import Database, LogDatabases, LogSnapshot
@@ -118,6 +119,23 @@ class LogInspection:
             elif not damages and count_blocks(snapshot.blocks(queue, 0)) != (tail.events, tail.nbytes):
                 faults.append(f"its number of events or bytes is wrong: it says {tail.events:,} and {tail.nbytes:,}")
             return QueueReport(tail.next, damages, faults)
+
+    def copy(self, target: Path) -> None:
+        """Copy the log into the empty directory `target`, as one transaction left it. Writers do not wait.
+
+        Raises PermissionDenied if this user may not lock the log, StorageFull, StorageError.
+        """
+        if not self._locked and (self.path / "lock.mdb").exists():
+            raise PermissionDenied(f"'{self.path}': this user may not lock the log: run as the user that owns it")
+        if (self.path / RELAXED).exists():
+            make_file(target / RELAXED)
+        try:
+            self._lmdb.copy(os.fspath(target))
+        except lmdb.Error as error:
+            if getattr(error, "code", 0) in NO_SPACE:
+                raise StorageFull(f"'{target}': no space left on the device: free some, and try again") from None
+            raise StorageError(f"'{self.path}' cannot be copied to '{target}': {error}") from None
+        (target / "data.mdb").chmod(FILE_MODE)
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,8 +1,9 @@
-"""Make a new, empty log in the place of a log that was deleted or emptied."""
+"""Make a new, empty log in the place of a log that was deleted or emptied, and prepare a log that was restored."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 from ...streams.durable import sync_path
 from ...streams.errors import InvalidArgument
 from ...streams.remedies import remedy
+from .blocks import MAX_BATCHES, BlockPlace, skipped_record
+from .damage import RESTORED
 from .environment import acquire, has_log, release
 from .options import LogOptions
 from .rows import TailRow
+from .transactions import LogChanges, StoredGap
 
 
 @contextmanager
@@ -41,3 +45,26 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     shutil.rmtree(log, ignore_errors=True)
     made.rename(log)
     sync_path(directory)
+
+
+def leave_out_offsets(directory: Path, provider: str, queues: int) -> None:
+    """Let the next event of each queue of a restored log get an offset that no event had after the backup.
+
+    `MAX_BATCHES` offsets are left out. Readers pass over them, and subscriptions get a gap record.
+    """
+    environment = acquire(directory / "log", LogOptions(), provider, queues, create=False)
+    try:
+        with environment.writing() as changes:
+            for queue in range(queues):
+                _leave_out(changes, queue)
+    finally:
+        release(environment)
+
+
+def _leave_out(changes: LogChanges, queue: int) -> None:
+    tail, low = changes.tail(queue), changes.end(queue)
+    high = low + MAX_BATCHES
+    record = skipped_record(BlockPlace(queue, low), MAX_BATCHES, tail.time_us, RESTORED)
+    changes.put(queue, low, record)
+    changes.put_gap(queue, StoredGap(low, high, time.time_ns() // 1000, RESTORED))
+    changes.put_tail(queue, tail._replace(next=high, nbytes=tail.nbytes + len(record)))

@@ -34,7 +34,7 @@ def command(*, data: Path, store: str | None, as_json: bool) -> None:
     """
     with interrupts_kill():
         from ...silo.checking import DirectoryCheck  # noqa: PLC0415 (not for --help)
-    check = DirectoryCheck(data, store, _progress())
+    check = DirectoryCheck(data, store, progress())
     run(check.run())
     found, checked = check.findings, check.checked
     if as_json:
@@ -51,12 +51,12 @@ def command(*, data: Path, store: str | None, as_json: bool) -> None:
             click.echo(str(finding))
     for skipped in check.skipped:
         note(f"not checked: {skipped}")
-    note(f"checked {_worded(checked)}: {counted(len(found), 'fault') if found else 'sound'}")
+    note(f"checked {amounts_as_text(checked)}: {counted(len(found), 'fault') if found else 'sound'}")
     if found:
         raise CommandFailed
 
 
-def _progress() -> Callable[[CheckedAmounts], None]:
+def progress() -> Callable[[CheckedAmounts], None]:
     """Return a function that notes the progress of the check on stderr every few seconds."""
     last = time.monotonic()
 
@@ -64,11 +64,12 @@ def _progress() -> Callable[[CheckedAmounts], None]:
         nonlocal last
         if time.monotonic() - last >= _EVERY_S:
             last = time.monotonic()
-            note(f"checked {_worded(checked)} so far")
+            note(f"checked {amounts_as_text(checked)} so far")
 
     return report
 
 
-def _worded(checked: CheckedAmounts) -> str:
+def amounts_as_text(checked: CheckedAmounts) -> str:
+    """Return the extent of a check as text."""
     read = f"{checked.nbytes / 1e6:,.1f} MB"
     return f"{counted(checked.providers, 'provider')}, {counted(checked.queues, 'queue')}, {read}"

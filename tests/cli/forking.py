@@ -23,7 +23,7 @@ from typing import IO, NoReturn, Protocol
 IMPORTED = (
     *(f"headrace.cli.commands.{name}" for name in (
         "publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "cluster", "tokens", "silo",
-        "check", "repair",
+        "check", "repair", "backup", "restore",
     )),
     "headrace.cli.serving", "headrace.silo.checking", "headrace.silo.repair",
     "headrace.silo.provider", "headrace.silo.services.assembly", "headrace.server.grpc_server",
