@@ -121,8 +121,8 @@ dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN
 	$(call install,--no-build-isolation --editable '.[test$(comma)bench]')
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "headrace_tree.pth").write_text("$(abspath $(TREE))\n")'
 
-generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
-	cd $(TREE) && PATH="$(abspath $(BIN)):$$PATH" ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
+generate: $(STAMPS)/test $(TREE) ## generate the code for proto/*/*.proto
+	cd $(TREE) && PATH="$(abspath $(BIN)):$$PATH" ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto headrace/proto/keda/*.proto
 	# Relative, as the sources import them: the type checker would take headrace.proto and proto for two packages.
 	sed -i 's/^from headrace\.proto\.v1 import/from . import/' proto/v1/*_pb2.pyi
 

@@ -19,6 +19,7 @@ from ..streams.errors import InvalidArgument
 from ..streams.outcomes import DONE
 from .commands.running import handle_signals
 from .log_format import log_to_stderr
+from .service_manager import ServiceManager
 
 log = logging.getLogger("headrace.silo")
 
@@ -30,9 +31,10 @@ def run_silo(file: Path | None, flags: Mapping[str, Any]) -> int:
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
     try:
+        manager = ServiceManager(os.environ)
         if loaded.workers is not None:
-            return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
-        asyncio.run(serve(loaded, None))
+            return asyncio.run(_supervise(configurations(loaded, loaded.workers), manager))
+        asyncio.run(_serve_alone(loaded, manager))
     except InvalidArgument as error:
         raise named_source(error, file, os.environ) from None
     return DONE
@@ -50,7 +52,13 @@ async def serve(
         await first_of(stop_requested.wait(), silo.until_superseded(), name="headrace silo end")
 
 
-async def _supervise(configs: Sequence[SiloConfig]) -> int:
-    supervisor = WorkerSupervisor(configs)
+async def _serve_alone(config: SiloConfig, manager: ServiceManager) -> None:
+    async with manager.watched():
+        await serve(config, None, lambda _: manager.ready())
+
+
+async def _supervise(configs: Sequence[SiloConfig], manager: ServiceManager) -> int:
+    supervisor = WorkerSupervisor(configs, manager.ready)
     handle_signals(lambda _: supervisor.stop(), supervisor.kill)
-    return await supervisor.run()
+    async with manager.watched():
+        return await supervisor.run()

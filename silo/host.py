@@ -236,7 +236,7 @@ class Silo:
     def _http_application(self) -> ASGIApp:
         from ..server.http import application  # noqa: PLC0415
 
-        routes = {"/metrics": self.metrics, "/healthz": self.health}
+        routes = {"/metrics": self.metrics, "/healthz": self.health, "/livez": self.alive}
         if not self.config.http.serves_dashboard:
             return application(routes)
         from .dashboard.application import Dashboard  # noqa: PLC0415
@@ -285,3 +285,7 @@ class Silo:
         state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
         body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
         return HttpAnswer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def alive(self) -> HttpAnswer:
+        """Return 200 while the event loop runs, also during the start and the stop: a restart would not help then."""
+        return HttpAnswer(b'{"state":"alive"}\n', "application/json")

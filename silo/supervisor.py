@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -231,8 +231,10 @@ def _pipe() -> tuple[int, int]:
 class WorkerSupervisor:
     """Keeps the workers running. Call `run` once."""
 
-    def __init__(self, configs: Sequence[SiloConfig]) -> None:
+    def __init__(self, configs: Sequence[SiloConfig], ready: Callable[[], object] = lambda: None) -> None:
+        """`ready` is called once, when all workers are ready."""
         self.workers = [SiloWorker(config) for config in configs]
+        self._ready = ready
         self._stopping = asyncio.Event()
         self._failed = False
 
@@ -274,6 +276,7 @@ class WorkerSupervisor:
     async def _log_ready(self) -> None:
         for worker in self.workers:
             await worker.ready.wait()
+        self._ready()
         addresses = ",".join(worker.address for worker in self.workers)
         log.info("all %d workers are ready: gRPC on %s", len(self.workers), addresses)
 

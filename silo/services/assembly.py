@@ -12,6 +12,7 @@ from ..gateway import ClusterGateways
 from ..provider import Provider
 from . import publisher
 from .agent_changes import RunningSilo
+from .autoscaling import ExternalScaler
 from .cluster import ClusterService
 from .consumer import ConsumerService, Gateways
 from .observation import ObservationService
@@ -48,7 +49,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[CallGuard], Sequ
             ]
             if clustered_silo is not None:
                 clustered_silo.serve(every)
-            return every
+            return [*every, *ExternalScaler(silo.providers, guard).methods()]
 
         yield methods
 

@@ -244,6 +244,16 @@ def is_listed(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
     )
 
 
+async def positions_of(provider: ProviderCore, definition: SubscriptionDefinition) -> Mapping[int, int]:
+    """Return the lowest unfinished offset of each queue, without paused streams. Of several consumers with mode
+    broadcast, the last one counts."""
+    lowest: dict[int, int] = {}
+    for name in await _position_names(provider, definition):
+        for queue, at in (await _positions(provider, name)).items():
+            lowest[queue] = min(at.awaited, lowest.get(queue, at.awaited))
+    return lowest
+
+
 async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
     names = await _position_names(provider, definition)
     lowest = lowest_positions([await _positions(provider, name) for name in names])
