@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ...silo.backup import CopiedDirectory, back_up
+from ..interrupts import interrupts_kill
 from .check import amounts_as_text, progress
 from .help import SectionedCommand
 from .options import data_option
 from .output import json_option, note, print_json
 from .running import run
+
+if TYPE_CHECKING:
+    from ...silo.backup import CopiedDirectory
 
 
 @click.command("backup", cls=SectionedCommand)
@@ -24,6 +28,8 @@ def command(*, target: Path, data: Path, as_json: bool) -> None:
     The copy has every event whose publish returned before the command began. TARGET appears at the end, and is whole;
     until then its name is TARGET.unfinished. It has the tokens and payloads of the data directory: keep it as safe.
     """
+    with interrupts_kill():
+        from ...silo.backup import back_up  # noqa: PLC0415 (not for --help)
     copied = run(back_up(data, target, progress()))
     report(copied, target, as_json=as_json)
 

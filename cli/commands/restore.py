@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...silo.backup import restore
+from ..interrupts import interrupts_kill
 from .backup import report
 from .check import progress
 from .help import SectionedCommand
@@ -25,4 +25,6 @@ def command(*, backup: Path, data: Path, as_json: bool) -> None:
     Events that were published after the backup are lost, and each subscription gets a gap record. Their offsets are not
     used again.
     """
+    with interrupts_kill():
+        from ...silo.backup import restore  # noqa: PLC0415 (not for --help)
     report(run(restore(backup, data, progress())), data, as_json=as_json)

@@ -9,12 +9,12 @@ from cryptography.hazmat.primitives import serialization
 from headrace import InvalidArgument
 from headrace.server.config import GrpcConfig, HttpConfig, read_credentials
 from headrace.server.limits import ClientLimits
+from headrace.silo.addresses import parse_address
 from headrace.silo.config import (
     CacheConfig,
     ProviderConfig,
     SiloConfig,
     check,
-    parse_address,
 )
 from headrace.silo.config_loader import load_config, unknown_variables
 from tests.certificates import Authority
