@@ -211,7 +211,8 @@ class QueueAdapter(ABC):
         """
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
-        """Delete batches as the adapter's retention settings allow. One process calls this every few seconds.
+        """Delete batches as the adapter's retention settings allow. One process calls this every few seconds if the
+        adapter is durable.
 
         `watermarks` maps a queue's index to the lowest unfinished offset of all subscriptions. A queue without a
         subscription is not in it.

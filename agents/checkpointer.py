@@ -26,7 +26,8 @@ from .served import ServedSubscription
 log = logging.getLogger("headrace.agents")
 
 CHECKPOINT_S = 0.1
-"""How often progress is stored, in seconds. Events done since the last time are delivered again after a crash."""
+"""How often progress is stored while it changes, in seconds. Events done since the last time are delivered again after
+a crash."""
 CHECK_OWNER_S = 1.0
 """While no progress changes: how often the store is asked whether subscriptions have another owner, in seconds."""
 
@@ -59,12 +60,37 @@ class Checkpointer:
         """Loop time from which on `save` asks the store even if no progress has changed."""
         self.durations = Histogram()
         """How long `save` took."""
-        self.saved_at = asyncio.get_running_loop().time()
+        self._saved_at = asyncio.get_running_loop().time()
         """Loop time of the last `save` that had no error."""
+        self._sleeping = False
 
     async def run(self) -> None:
-        """Store progress periodically. Does not end."""
-        await run_periodically(self.save, CHECKPOINT_S)
+        """Store progress periodically, while it changes. Does not end."""
+        await run_periodically(self.save, CHECKPOINT_S, self._wait_for_change)
+
+    async def _wait_for_change(self) -> None:
+        """Return when there may be something to store, or when the store is to be asked for the owners. If no other
+        process has the store, there is no other owner."""
+        if not self._is_saved():
+            return
+        self._sleeping = True
+        try:
+            await self._state.wait_for_change(None if self._store.private else CHECK_OWNER_S)
+        finally:
+            self._sleeping = False
+
+    def _is_saved(self) -> bool:
+        """Whether everything is stored, and all reports are confirmed."""
+        if self._state.recorder.has_gaps:
+            return False
+        deliveries = [
+            (served, delivery) for served in self._state.served.values() for delivery in served.deliveries.values()
+        ]
+        return all(each.is_saved() if served.service.stored else not each.marks() for served, each in deliveries)
+
+    def age_s(self) -> float:
+        """The time since the last `save` that had no error, in seconds; 0 while there is nothing to store."""
+        return 0.0 if self._sleeping else asyncio.get_running_loop().time() - self._saved_at
 
     async def save(self) -> None:
         """Store the checkpoints that changed, in one transaction. Stop queues and subscriptions that it refuses."""
@@ -93,8 +119,10 @@ class Checkpointer:
             for name, reports in marks:
                 if name not in stale:
                     _confirm(reports, refused.queues)
-        self.saved_at = loop.time()
-        self.durations.observe(self.saved_at - began)
+        self._saved_at = loop.time()
+        self.durations.observe(self._saved_at - began)
+        if any(changed for _, _, changed in rows):
+            state.note_change()  # queues that outlive the process are told about stored progress
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
                 "queue %d of %r has another owner by now: it is not served here any more", queue, state.provider

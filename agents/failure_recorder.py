@@ -52,6 +52,11 @@ class FailureRecorder:
         self._gaps.setdefault((delivery.name, _epoch(delivery)), []).append(record)
         return record
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether gaps are not stored yet."""
+        return bool(self._gaps)
+
     async def save_gaps(self) -> None:
         """Store gaps. Call it before checkpoints past them are stored: a crash in between would hide the gaps.
 

@@ -63,6 +63,9 @@ class HostState:
         self._rng = rng
         self._catch_up_budget = CatchUpBudget(queues * limits.catch_up_bytes // 2)
         self._received = [ReceivedCounts() for _ in range(queues)]
+        self.noted = 0
+        """Number of calls of `note_change`."""
+        self._sleepers: set[asyncio.Event] = set()
         self._counts: dict[str, dict[int, DeliveryCounts]] = {}
         """By subscription and queue. They outlive the deliveries."""
         self._agents = [self.new_agent(queue) for queue in range(queues)]
@@ -84,6 +87,34 @@ class HostState:
         record = self.recorder.record_gap(delivery, gap)
         if (served := self.served.get(delivery.name)) is not None:
             served.service.gap(record)
+        self.note_change()
+
+    # ---- background work waits for changes -----------------------------------------------------------------------
+
+    def note_change(self) -> None:
+        """Wake the background work that waits for a change."""
+        self.noted += 1
+        for sleeper in self._sleepers:
+            sleeper.set()
+
+    async def wait_for_change(self, timeout_s: float | None = None, *, noted: int | None = None) -> None:
+        """Return when the progress of a delivery has changed, a delivery begins, a gap is recorded, or background work
+        calls `note_change`; at the latest after `timeout_s` seconds. `noted`: return at once if `self.noted` differs
+        from this earlier value."""
+        if noted is not None and noted != self.noted:
+            return
+        changed = asyncio.Event()
+        self._sleepers.add(changed)
+        for served in self.served.values():
+            for delivery in served.deliveries.values():
+                delivery.progress.call_on_change(self.note_change)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._sleepers.discard(changed)
 
     def leases_now(self) -> dict[int, int] | None:
         """A copy of the leases. Progress that is read now must not be stored under newer ones."""
@@ -119,6 +150,7 @@ class HostState:
         )  # fmt: skip
         served.begin(queue, delivery)
         self.agents[queue].attach(delivery)
+        self.note_change()
 
     def ended_counts(self, name: str) -> DeliveryCounts | None:
         """Counts of a subscription's consumers that have left, with mode broadcast; None if none has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
@@ -12,6 +12,15 @@ from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord
 class ProgressStore(Protocol):
     """Progress, dead letters and gaps of subscriptions. Every method is one transaction: durable when it returns,
     without effect when it raises a HeadraceError."""
+
+    @property
+    def private(self) -> bool:
+        """Whether no other process can change the store."""
+        ...
+
+    def watch_redrives(self, notify: Callable[[], None]) -> None:
+        """Call `notify` after each request of a redrive that is made through this object."""
+        ...
 
     async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> SubscriptionAttachment:
         """Take over a subscription under a new epoch. If it is not `exclusive`, share the epoch in effect.

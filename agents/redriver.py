@@ -35,19 +35,32 @@ class Redriver:
         self._store = store
         self._redriving: dict[int, str] = {}
         """Subscription by the id of the dead letter."""
+        self._noted: int | None = None
+        """The number of noted changes before the last look, if that found no requests; else None."""
+        store.watch_redrives(state.note_change)
 
     async def run(self) -> None:
         """Start requested redrives periodically. Does not end."""
-        await run_periodically(self._start_redrives, REDRIVE_S)
+        await run_periodically(self._start_redrives, REDRIVE_S, self._wait_for_request)
+
+    async def _wait_for_request(self) -> None:
+        """If all requests are made in this process, return when there may be one that the last look did not
+        find: one is requested, or a subscription begins."""
+        if self._store.private and not self._redriving and self._noted is not None:
+            await self._state.wait_for_change(noted=self._noted)
 
     async def _start_redrives(self) -> None:
         state = self._state
+        self._noted = None
+        noted = state.noted
         busy = Counter(self._redriving.values())
         names = [name for name, one in state.served.items() if busy[name] < MAX_REDRIVES and one.gate.held is None]
         queues = [queue for queue in range(state.queues) if state.reads(queue)]
         letters: Sequence[DeadLetter] = ()
         if names and queues:
             letters = await self._store.redrives(state.provider, names, queues=queues)
+        if not letters and not any(one.gate.held for one in state.served.values()):
+            self._noted = noted
         for letter in letters:
             if letter.id not in self._redriving and busy[letter.subscription] < MAX_REDRIVES:
                 busy[letter.subscription] += 1

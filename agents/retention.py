@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from ..adapters.seam import QueueAdapter
 from ..streams.background import run_periodically
@@ -26,8 +27,10 @@ class Retention:
         self._store = store
 
     async def run(self) -> None:
-        """Apply the retention periodically. Does not end."""
-        await run_periodically(self.apply, RETENTION_S)
+        """Apply the retention periodically. Does not end, unless the queues end with the process: such queues have no
+        retention."""
+        if self._adapter.capabilities.durable:
+            await run_periodically(self.apply, RETENTION_S)
 
     async def apply(self) -> None:
         """Apply the retention once. Show the progress of subscriptions to the tools of the queue technology."""
@@ -56,13 +59,21 @@ class QueueAcknowledger:
         """Offsets by queue."""
 
     async def run(self) -> None:
-        """Acknowledge periodically. Does not end."""
-        await run_periodically(self.acknowledge, ACKNOWLEDGE_S)
+        """Acknowledge periodically, while there is something to acknowledge. Does not end."""
+        await run_periodically(self.acknowledge, ACKNOWLEDGE_S, self._wait_for_change)
+
+    async def _wait_for_change(self) -> None:
+        if not self._moved():
+            await self._state.wait_for_change()
+
+    def _moved(self) -> Mapping[int, int]:
+        """By queue, the offsets below which everything is finished, if they are not acknowledged yet."""
+        done = {agent.queue: self._finished(agent.queue) for agent in self._state.agents}
+        return {queue: at for queue, at in done.items() if at is not None and at > self._acknowledged.get(queue, 0)}
 
     async def acknowledge(self) -> None:
         """Acknowledge once. A subscription that is not served here keeps its events by its stored checkpoint."""
-        done = {agent.queue: self._finished(agent.queue) for agent in self._state.agents}
-        moved = {queue: at for queue, at in done.items() if at is not None and at > self._acknowledged.get(queue, 0)}
+        moved = self._moved()
         if not moved:
             return
         stored = await self._store.watermarks(self._state.provider, apart_from=list(self._state.served))

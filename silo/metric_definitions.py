@@ -448,7 +448,7 @@ SECTIONS: Sequence[MetricSection] = (
             _provider(
                 "checkpoint_age_seconds",
                 "gauge",
-                "Time since progress was saved without an error.",
+                "Time since progress was saved without an error; 0 while there is none to save.",
                 lambda p: p.checkpoint_age_s,
             ),
             _coded("queue_moves", "change", "Leases that this silo gained, gave back in order, or lost (cut).", _moves),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,6 +118,6 @@ def provider_snapshot(provider: ProviderCore, history: LagHistory) -> ProviderSn
         open_publishes=len(publishing),
         adapter_durations={name: Histogram.sum_of([each]) for name, each in provider.adapter.durations.items()},
         checkpoint_durations=Histogram.sum_of([checkpointer.durations]),
-        checkpoint_age_s=asyncio.get_running_loop().time() - checkpointer.saved_at,
+        checkpoint_age_s=checkpointer.age_s(),
         leases=LeaseCounts(leases.gained, leases.given_back, leases.cut),
     )

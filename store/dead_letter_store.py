@@ -73,7 +73,14 @@ class DeadLetterStore(StorePart):
         Dead letters of streams that the subscription does not select are of a deleted one with its name, and are left
         out. Raises NotFound if the subscription does not exist: no process would deliver them.
         """
-        return await self._database.write(_request_redrive, provider, subscription, ids)
+        count = await self._database.write(_request_redrive, provider, subscription, ids)
+        for notify in self._redrive_watchers:
+            notify()
+        return count
+
+    def watch_redrives(self, notify: Callable[[], None]) -> None:
+        """Call `notify` after each request of a redrive that is made through this object."""
+        self._redrive_watchers.append(notify)
 
     async def redrives(
         self, provider: str, names: Sequence[str], *, queues: Collection[int] | None = None, limit: int = 100

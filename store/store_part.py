@@ -52,6 +52,7 @@ class StorePart:
         self._database = database
         self._reported = set[str]()
         """Messages about damage that are logged already."""
+        self._redrive_watchers: list[Callable[[], None]] = []
 
     def _intact(self, read: ReadRows[K, V]) -> dict[K, V]:
         """Return the intact records. Log each damaged row once."""

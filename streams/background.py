@@ -112,14 +112,18 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
         log.error("task %r failed: %s", task.get_name(), error, exc_info=unforeseen)
 
 
-async def run_periodically(work: Callable[[], Awaitable[None]], period_s: float) -> None:
+async def run_periodically(
+    work: Callable[[], Awaitable[None]], period_s: float, sleep: Callable[[], Awaitable[None]] | None = None
+) -> None:
     """Run `work` every `period_s` seconds, or less often if it takes long or fails. Log its errors with the name of the
-    task, and go on."""
+    task, and go on. `sleep` is called before each pause: it returns when there may be work. It must not raise."""
     loop, pause_s = asyncio.get_running_loop(), period_s
     task = asyncio.current_task()
     name = "" if task is None else task.get_name()
     backoff = Backoff(2 * period_s, MAX_PAUSE_S)
     while True:
+        if sleep is not None:
+            await sleep()
         await asyncio.sleep(pause_s)
         began, least_s = loop.time(), period_s
         try:

@@ -41,6 +41,11 @@ class CheckpointPacer:
         self._held_back_until = 0.0
         self._saved: UnsavedProgress | None = None
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the saved checkpoint is up to date."""
+        return self._saved is not None and self._saved.state == (self._progress.changes, self._progress.position)
+
     def unsaved(self, now: float) -> UnsavedProgress | None:
         """Return a checkpoint that is to be saved, or None. Call its `note_saved` once it is stored. None is returned
         if the saved checkpoint is up to date.

@@ -199,6 +199,10 @@ class Delivery(ABC):
     async def gave_up(self, failure: Failure) -> None:
         """Called after the delivery gave up on events."""
 
+    def is_saved(self) -> bool:
+        """Whether a save would find nothing to do, until `progress.on_change` is called."""
+        return self.pacer.is_saved and not self.marks()
+
     def unsaved(self) -> UnsavedProgress | None:
         """The checkpoint that is to be saved, None if the saved one is up to date."""
         return self.pacer.unsaved(self._loop.time())

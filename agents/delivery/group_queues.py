@@ -117,6 +117,7 @@ class GroupQueues:
         """All reports of the member about a queue are applied, up to this number."""
         if number and (delivery := self.deliveries.get(queue)) is not None:
             delivery.reports.of(member).note_applied(number)
+            delivery.progress.note_change()  # the report is to be confirmed, also if it changed no progress
 
 
 def _redriven(member: Member, events: EventRange, error: HeadraceError | None) -> bool:

@@ -247,6 +247,9 @@ class HandlerDelivery(Delivery):
         self.counts.delivered_events += 1
         return None
 
+    def is_saved(self) -> bool:
+        return not self._workers.busy and super().is_saved()
+
     def unsaved(self) -> UnsavedProgress | None:
         if self._workers.busy:
             self.progress.touch()  # a handler moves its cursor with each event, without a `touch` until the batch ends

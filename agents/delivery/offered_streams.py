@@ -158,6 +158,8 @@ class OfferedStreams(StreamCursors):
             entry.bucket.pins += 1
         if before is not None:
             before.bucket.unpin()
+        if self.on_change is not None:  # the position has moved
+            self.note_change()
 
     def _look_on(self) -> None:
         feed = self.feed

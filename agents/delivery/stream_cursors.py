@@ -20,6 +20,7 @@ from ...streams.subscriptions import StreamBehind
 from ..cache import EMPTY
 from ..cursor import PARKED, READY, RUNNING, CursorFailures, CursorState, StreamCursor
 from .cursor_states import CursorStates
+from .progress_changes import ProgressChanges
 
 if TYPE_CHECKING:
     from .retries import Failure
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 def _ignore(_: StreamCursor) -> None: ...
 
 
-class StreamCursors:
+class StreamCursors(ProgressChanges):
     """Cursors by stream, and the queue of those that are ready."""
 
     def __init__(self, behind: Mapping[StreamId, StreamBehind], *, rewindable: bool) -> None:
+        super().__init__()
         self._cursors = {stream: StreamCursor.parked(stream, at) for stream, at in behind.items()}
         self.cursors: Mapping[StreamId, StreamCursor] = self._cursors
         self._ready: deque[StreamCursor] = deque()
@@ -44,12 +46,6 @@ class StreamCursors:
         """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self._rewindable = rewindable
         self.states = CursorStates(self._cursors.values())
-        self.changes = 0
-        """Rises with each change that `position` does not show."""
-
-    def touch(self) -> None:
-        """A position changed: the saved checkpoint is out of date."""
-        self.changes += 1
 
     # ---- events are taken, and done --------------------------------------------------------------------------------
 
@@ -74,12 +70,12 @@ class StreamCursors:
     def mark_done(self, cursor: StreamCursor, offset: int, first: int, end: int) -> int:
         """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not done
         before."""
-        self.changes += 1
+        self.touch()
         return cursor.mark_done(offset, first, end)
 
     def advance(self, cursor: StreamCursor, index: int) -> None:
         """The events of the cursor's batch below `index` are done. Move past them, and past those done out of order."""
-        self.changes += 1
+        self.touch()
         cursor.index = index
         if cursor.done is not None:
             cursor.skip_done()
@@ -99,6 +95,8 @@ class StreamCursors:
     def finish(self, cursor: StreamCursor) -> None:
         """The cursor's batch is done. Move to the next one with undelivered events, or leave the cache."""
         self.changes += 1
+        if self.on_change is not None:
+            self.note_change()
         if cursor.state is RUNNING:  # nearly always
             self.states.running -= 1
         else:
@@ -151,7 +149,7 @@ class StreamCursors:
 
     def wait(self, cursor: StreamCursor) -> None:
         """The cursor's next attempt comes later. If its batch left the cache, drop the batch until then."""
-        self.changes += 1
+        self.touch()
         self.states.leave(cursor)
         cursor.state = CursorState.WAITING
         self.states.waiting += 1
@@ -169,7 +167,7 @@ class StreamCursors:
     def pass_over(self, cursor: StreamCursor, end: int) -> None:
         """The events of the cursor's batch below `end` are given up on."""
         assert cursor.batch is not None
-        self.changes += 1
+        self.touch()
         cursor.index = end
         cursor.recovered()
         if end < cursor.batch.count:
@@ -184,7 +182,7 @@ class StreamCursors:
 
     def pause(self, cursor: StreamCursor, reason: str) -> None:
         """Deliver nothing more of the stream until `unpause`."""
-        self.changes += 1
+        self.touch()
         self.states.leave(cursor)
         cursor.state = CursorState.PAUSED
         self.states.paused[cursor.stream] = cursor
@@ -197,7 +195,7 @@ class StreamCursors:
         if cursor is None or cursor.state is not CursorState.PAUSED:
             return False
         cursor.trouble = cursor.failures._replace(paused="", attempts=0, phase=None)
-        self.changes += 1
+        self.touch()
         self.resume(cursor)
         return True
 
@@ -231,7 +229,7 @@ class StreamCursors:
 
     def _enlist(self, cursor: StreamCursor) -> None:
         """Make the cursor ready at the next event of its batch that was not done out of order."""
-        self.changes += 1
+        self.touch()
         trouble = cursor.trouble
         if trouble is not None and trouble.deferred is not None:
             (token, failure), cursor.trouble = trouble.deferred, trouble._replace(deferred=None)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace import EventBatch, Selector
+from headrace import Event, EventBatch, Selector, StreamId
 from headrace.agents import CacheLimits, HandlerService, PullingManager
 from headrace.agents.checkpointer import CHECK_OWNER_S, CHECKPOINT_S
+from headrace.agents.redriver import REDRIVE_S
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
@@ -23,9 +24,10 @@ PROVIDER = "p"
 
 
 class CountingStore:
-    """A control store that counts the saves."""
+    """A control store that counts the saves. `private`: no other process has it."""
 
-    def __init__(self, store: ControlStore) -> None:
+    def __init__(self, store: ControlStore, *, private: bool) -> None:
+        self.private = private
         self.saves: list[bool] = []
         """Whether each save had progress."""
         self._store = store
@@ -46,10 +48,10 @@ class CountingStore:
 
 
 class Host:
-    def __init__(self, store: ControlStore, shelf: SimulatedQueues) -> None:
+    def __init__(self, store: ControlStore, shelf: SimulatedQueues, *, private: bool) -> None:
         self.store = store
         self.shelf = shelf
-        self.counting = CountingStore(store)
+        self.counting = CountingStore(store, private=private)
         through: Any = self.counting
         self.manager = PullingManager(PROVIDER, 1, shelf, through, CacheLimits(), detach_after_s=0.25)
         self.manager.start()
@@ -62,9 +64,9 @@ class Host:
 
 
 @asynccontextmanager
-async def host() -> AsyncGenerator[Host]:
+async def host(*, private: bool = False) -> AsyncGenerator[Host]:
     store, shelf = await ControlStore.open("memory"), SimulatedQueues(1)
-    built = Host(store, shelf)
+    built = Host(store, shelf, private=private)
     try:
         yield built
     finally:
@@ -105,3 +107,77 @@ async def test_an_idle_subscription_that_was_moved_elsewhere_stops_here(caplog: 
         await silo.store.seek(PROVIDER, "one", {0: Checkpoint(0)}, "test")
         await asyncio.sleep(2 * CHECK_OWNER_S)
         assert "one" not in silo.manager.served
+
+
+@virtual_time
+async def test_without_progress_and_other_processes_nothing_wakes() -> None:
+    async with host(private=True) as silo:
+        await silo.serve("idle")
+        await asyncio.sleep(1)
+        looks = silo.manager.checkpointer.durations.count
+        silo.counting.saves.clear()
+        await asyncio.sleep(600)
+        assert silo.manager.checkpointer.durations.count == looks
+        assert silo.counting.saves == []
+        assert silo.manager.checkpointer.age_s() == 0
+
+
+@virtual_time
+async def test_a_change_wakes_the_saving_of_progress_also_in_the_store_of_one_process() -> None:
+    async with host(private=True) as silo:
+        await silo.serve("one")
+        await silo.serve("two")
+        for number in range(1, 4):
+            await asyncio.sleep(600)
+            await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+            await asyncio.sleep(2 * CHECKPOINT_S)
+            for name in ("one", "two"):
+                assert await silo.store.checkpoints(PROVIDER, name) == {0: Checkpoint(number)}
+
+
+@virtual_time
+async def test_events_that_the_subscription_does_not_select_move_its_stored_position() -> None:
+    async with host(private=True) as silo:
+        await silo.serve("one")
+        await asyncio.sleep(600)
+        await silo.shelf.enqueue([(0, EventBatch.of(StreamId("other", "a"), [b"x"]))])
+        await asyncio.sleep(2 * CHECKPOINT_S)
+        assert await silo.store.checkpoints(PROVIDER, "one") == {0: Checkpoint(1)}
+
+
+@virtual_time
+async def test_while_a_handler_runs_the_events_that_it_has_finished_are_stored() -> None:
+    async with host(private=True) as silo:
+        handled = list[bytes]()
+
+        async def takes_a_minute(event: Event) -> None:
+            await asyncio.sleep(60)
+            handled.append(event.payload)
+
+        definition = SubscriptionDefinition(name="slow", selector=Selector("s/*"), retry=NOW)
+        await silo.store.create_subscription(PROVIDER, definition, {0: Checkpoint(0)})
+        service = HandlerService(Handler.of(takes_a_minute, batch=False), None, 100)
+        await silo.manager.subscriptions.serve(definition, service)
+        await asyncio.sleep(600)
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x", b"y", b"z"]))])
+        await asyncio.sleep(130)
+        assert handled == [b"x", b"y"]
+        [checkpoint] = (await silo.store.checkpoints(PROVIDER, "slow")).values()
+        assert checkpoint.behind[stream("a")].token == (0, 2)
+
+
+@virtual_time
+async def test_a_redrive_is_delivered_after_a_quiet_time_also_in_the_store_of_one_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, "headrace.agents")
+    async with host(private=True) as silo:
+        recorder = await silo.serve("one")
+        recorder.fail("x")
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(600)
+        recorder.fails.clear()
+        assert await silo.store.request_redrive(PROVIDER, "one") == 1
+        await asyncio.sleep(2 * REDRIVE_S)
+        assert recorder.seen[-1] == "x"
+        assert await silo.store.dead_letters(PROVIDER) == []

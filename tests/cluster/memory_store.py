@@ -65,6 +65,8 @@ class Subscription:
 class MemoryStore:
     """As `ControlStore`."""
 
+    private = False
+
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], Subscription] = {}
         self._epoch = 0
@@ -243,6 +245,8 @@ class MemoryStore:
             if letter.provider == provider and number > after_id and subscription in (None, letter.subscription)
         ]
         return found[:limit]
+
+    def watch_redrives(self, notify: Callable[[], None]) -> None: ...
 
     async def request_redrive(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
         matches = self._get(provider, subscription).definition.selector.matcher()

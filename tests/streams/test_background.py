@@ -247,3 +247,23 @@ async def test_cancelling_the_caller_ends_all_works():
         async with asyncio.timeout(1):
             await first_of(asyncio.sleep(5), asyncio.sleep(6), name="headrace test")
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@virtual_time
+async def test_periodic_work_that_sleeps_is_done_once_for_each_time_that_it_is_woken():
+    woken, times = asyncio.Event(), list[float]()
+
+    async def work() -> None:
+        woken.clear()
+        times.append(now())
+
+    async def sleep() -> None:
+        await woken.wait()
+
+    async with BackgroundTasks() as background:
+        background.start(run_periodically(work, 0.5, sleep), "headrace test")
+        for _ in range(2):
+            await asyncio.sleep(3600)
+            woken.set()
+        await asyncio.sleep(3600)
+    assert times == [1000 + 3600.5, 1000 + 7200.5]

@@ -205,6 +205,16 @@ async def test_acknowledged_events_are_saved_and_confirmed() -> None:
 
 
 @virtual_time
+async def test_a_report_that_changes_nothing_is_confirmed_after_a_quiet_hour() -> None:
+    async with house() as built:
+        consumer = connected(await built.group("g"))
+        await rest(3600)
+        consumer.report(5)
+        await rest()
+        assert consumer.confirmed[0].number == 5
+
+
+@virtual_time
 async def test_after_a_restart_exactly_the_rest_comes_also_to_a_handler() -> None:
     async with house() as built:
         consumer = connected(await built.group("g"))
