@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ..adapters.receiving import Gap
+from ..streams.clock import now_us
 from ..streams.errors import Fenced
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
@@ -88,8 +88,3 @@ def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attemp
         0, provider, delivery.name, delivery.queue, event.stream, event.token, event.payload, dict(event.headers),
         event.id, event.timestamp_us or 0, reason, attempts, now_us(),
     )  # fmt: skip
-
-
-def now_us() -> int:
-    """Microseconds since 1970 UTC."""
-    return time.time_ns() // 1000

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..streams.background import run_periodically
+from ..streams.clock import now_us
 from ..streams.errors import Closed, HeadraceError, Unavailable
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
 from ..streams.transactions import RedriveRefused
 from .delivery.group_redrives import RedriveRejected
-from .failure_recorder import now_us
 from .host_state import HostState
 from .progress_store import ProgressStore
 

@@ -23,9 +23,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
+from ..streams.clock import now_us
 from ..streams.errors import InvalidArgument, NotFound, NotSupported, PayloadTooLarge, StorageError
 from ..streams.identity import SequenceToken, StreamId
-from .clock import now_us
 from .failed_events import count_again
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 from .state import MAX_STATE_BYTES

@@ -13,10 +13,10 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
+from ..streams.clock import now_us
 from ..streams.events import Event
 from ..streams.identity import SequenceToken
 from ..streams.transactions import EffectScope
-from .clock import now_us
 from .schema import APPLIED, UNAPPLIED, UNKNOWN
 
 _KEY = "origin = :origin AND subscription = :subscription AND stream = :stream"

@@ -23,13 +23,13 @@ from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.backoff import Backoff
+from ..streams.clock import now_us
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
 from ..streams.events import EventBatch
 from ..streams.failure_log import described
 from ..streams.incoming import accepted
 from ..streams.producer_ledger import LastCall
 from ..streams.publishing import ProducerSequence, Receipt
-from .clock import now_us
 from .database import EffectDatabase, outages
 from .outbox import LANES
 from .schema import require

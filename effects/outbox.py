@@ -18,12 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
 from ..streams.arguments import check_text
+from ..streams.clock import now_us
 from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument, StorageError
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
-from .clock import now_us
 from .database import check_transactions
 from .schema import check_dialect, key_of, no_tables, outbox
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, text
 
+from ..streams.clock import now_us
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope, MisplacedEvent
-from .clock import now_us
 from .database import DriverStatement
 from .failed_events import FailedEvents, RedriveDecision, token_of
 from .schema import key_of, misplaced_key_of

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, Executable, Result
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from ..streams.clock import now_us
 from ..streams.codecs import Codecs
 from ..streams.errors import NotSupported
 from ..streams.events import Event
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
-from .clock import now_us
 from .database import EffectTransaction
 from .outbox import Events, insert, rows_of
 from .positions import AppliedPosition, EncodedState

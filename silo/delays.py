@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..adapters import Backlog, ProducerSequence, QueueAdapter, Receipt
 from ..adapters.forwarding import ForwardingAdapter
 from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedBacklog, DelayedCall, DelayRelease, DelayStore
+from ..streams import clock
 from ..streams.background import BackgroundTasks
 from ..streams.backoff import Backoff
 from ..streams.delays import STORE
@@ -31,7 +32,8 @@ from ..streams.producer_ledger import LastCall
 log = logging.getLogger("headrace.silo")
 
 LOOK_S = 5.0
-"""Interval of looking for batches that other processes stored, in seconds."""
+"""Interval of looking for batches that other processes stored, in seconds. If no other process has the store, there is
+no such interval."""
 HOLD_S = 5.0
 """How long a claim of batches lasts, in seconds. If it is too short, processes repeat work; nothing else happens."""
 COUNTED_S = 1.0
@@ -262,16 +264,17 @@ class DelayingAdapter(ForwardingAdapter):
     async def _wait(self, wait_s: float) -> None:
         self._wakes_at = self._loop.time() + wait_s
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
                 await self._wake.wait()
         except TimeoutError:
             pass
 
     async def look(self) -> float:
-        """Publish the batches that are due. Return the time until the next look, in seconds."""
+        """Publish the batches that are due. Return the time until the next look, in seconds; infinity: a new delayed
+        batch wakes this loop."""
         due_in_s = await self.store.due_in_s(self._provider, self._holder)
         if due_in_s is None or due_in_s > 0:
-            return LOOK_S if due_in_s is None else min(due_in_s, LOOK_S)
+            return min(math.inf if due_in_s is None else due_in_s, math.inf if self.store.private else LOOK_S)
         releases = await self.store.claim(self._provider, self._holder, HOLD_S)
         if not releases:
             return FIRST_PAUSE_S  # another process was faster, and publishes it
@@ -307,7 +310,7 @@ class DelayingAdapter(ForwardingAdapter):
 
 def _later(stored: DelayedBacklog) -> Mapping[str, int]:
     """Return the fields of a `Backlog` that count delayed batches."""
-    due_at_us = time.time_ns() // 1000 + round(stored.due_in_s * 1e6)
+    due_at_us = clock.now_us() + round(stored.due_in_s * 1e6)
     return {"later": stored.batches, "later_events": stored.events, "later_us": due_at_us}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from ..agents import (
     PullingManager,
     ServedSubscription,
 )
+from ..streams import clock
 from ..streams.errors import CorruptRecord
 from ..streams.histograms import Histogram
 from ..streams.states import SubscriptionHold
@@ -146,12 +146,12 @@ def age_s(backlog: Backlog) -> float | None:
     """The time since the oldest event was stored or due, in seconds; 0 without events, None if it is not known."""
     if not backlog.batches:
         return 0.0
-    return None if backlog.since_us is None else max(time.time_ns() // 1000 - backlog.since_us, 0) / 1e6
+    return None if backlog.since_us is None else max(clock.now_us() - backlog.since_us, 0) / 1e6
 
 
 def due_in_s(backlog: Backlog) -> float | None:
     """The time until the first delayed event is due, in seconds; None without one, or if it is not known."""
-    return None if backlog.later_us is None else max(backlog.later_us - time.time_ns() // 1000, 0) / 1e6
+    return None if backlog.later_us is None else max(backlog.later_us - clock.now_us(), 0) / 1e6
 
 
 async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None) -> Backlog:

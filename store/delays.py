@@ -87,6 +87,11 @@ class DelayStore:
         self._database = database
         self._clock = clock or store_clock.wall_us
 
+    @property
+    def private(self) -> bool:
+        """Whether no other process has the store."""
+        return self._database.private
+
     async def add_all(self, provider: str, calls: Sequence[DelayedCall]) -> None:
         """Store the batches of several calls until their delay is over. Durable on return. At most one call of each
         producer is given.

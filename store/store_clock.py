@@ -13,6 +13,8 @@ from pathlib import Path
 
 from sqlalchemy import BigInteger, Connection, cast, extract, func, select
 
+from ..streams import clock
+
 Clock = Callable[[Connection], int]
 """Returns microseconds. Called within a transaction."""
 BootId = Callable[[Connection], str]
@@ -36,7 +38,7 @@ def wall_us(connection: Connection) -> int:
     server's clock in PostgreSQL, by the machine's clock in SQLite."""
     if connection.dialect.name == "postgresql":
         return now_us(connection)
-    return time.time_ns() // 1000
+    return clock.now_us()
 
 
 def boot_id(connection: Connection) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
@@ -11,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from . import layout
+from . import clock, layout
 from .arguments import CheckedStruct, check_instance, refused
 from .errors import InvalidArgument, PayloadTooLarge
 from .field_limits import check_headers, check_ids, check_times
@@ -128,7 +127,7 @@ class EventBatch:
         """
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         items = events if isinstance(events, list) else list(events)
-        now = time.time_ns() // 1000 if now_us is None else now_us
+        now = clock.now_us() if now_us is None else now_us
         one = len(items) == 1
         encoded = _encode_one(stream, items[0], now, trace) if one else _encode(stream, items, now, trace)
         return cls(stream, encoded, len(items))

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from ...streams.errors import Closed, InvalidArgument, NotSupported, QueueFull
 from ...streams.events import EventBatch
@@ -13,9 +14,10 @@ from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import ProducerLedger
 from ..receiving import Bounds, QueueReceiver
 from ..registry import read_options
-from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
+from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .call import EnqueueCall, Placed, events_of
 from .capacity import CapacityGate, cut
+from .kept_queue import KeptQueue
 from .queue import MemoryQueue
 
 MAX_PRODUCERS = 100_000
@@ -33,6 +35,9 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`wait`: calls of `enqueue` wait for capacity, in their order. `fail`: they raise QueueFull and store nothing."""
     segment_size: _AtLeastOne = 1024
     """Batches in one segment of a partition."""
+    rewindable: bool = False
+    """Keep all events until the adapter is closed, so that subscriptions can go back. For tests: `capacity` does not
+    apply."""
 
 
 class MemoryAdapter(QueueAdapter):
@@ -42,15 +47,18 @@ class MemoryAdapter(QueueAdapter):
     Each adapter object has its own data, even with the same provider name.
     """
 
-    capabilities = Capabilities(idempotent=True)
-
     def __init__(self, context: AdapterContext, options: MemoryOptions | None = None) -> None:
         self._provider = context.provider
-        self._options = options or MemoryOptions()
+        options = options or MemoryOptions()
+        self._options = structs.replace(options, capacity=None) if options.rewindable else options
+        self.capabilities = Capabilities(idempotent=True, rewindable=options.rewindable)
         self._gate = CapacityGate[EnqueueCall](self._options.capacity)
-        self._queues = [MemoryQueue(self._options.segment_size, self._gate.release) for _ in range(context.queues)]
+        self._queues = [self._new_queue() for _ in range(context.queues)]
         self._ledger = ProducerLedger(MAX_PRODUCERS)
         self._closed = False
+
+    def _new_queue(self) -> MemoryQueue | KeptQueue:
+        return KeptQueue() if self._options.rewindable else MemoryQueue(self._options.segment_size, self._gate.release)
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
@@ -72,16 +80,27 @@ class MemoryAdapter(QueueAdapter):
         return call.answer
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
-        """Read a queue from the first batch that is not acknowledged. Raises NotSupported for a `start`.
+        """Read a queue. Raises NotSupported for a `start`, unless the option `rewindable` is set.
 
-        A queue has one receiver: a new one replaces the former one, which then raises Closed.
+        Without that option, a queue has one receiver: a new one replaces the former one, which then raises Closed.
         """
+        found = self._queue(queue)
+        if isinstance(found, KeptQueue):
+            return found.open(start)
         if start is not None:
             raise NotSupported(
                 f"provider {self._provider!r}: the memory adapter is not rewindable, so a receiver starts at the "
-                "first batch that is not acknowledged; use the log adapter to start at an offset"
+                "first batch that is not acknowledged; use the log adapter to start at an offset, or set rewindable"
             )
-        return self._queue(queue).open()
+        return found.open()
+
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        found = self._queue(queue)
+        return found.offset_at(time_us) if isinstance(found, KeptQueue) else await super().offset_at(queue, time_us)
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        found = self._queue(queue)
+        return found.backlog(offset) if isinstance(found, KeptQueue) else await super().backlog(queue, offset)
 
     async def bounds(self, queue: int) -> Bounds:
         return self._queue(queue).statistics.bounds
@@ -106,7 +125,7 @@ class MemoryAdapter(QueueAdapter):
         if self._closed:
             raise Closed(f"provider {self._provider!r}: the memory adapter is closed")
 
-    def _queue(self, index: int) -> MemoryQueue:
+    def _queue(self, index: int) -> MemoryQueue | KeptQueue:
         self._check_open()
         if not 0 <= index < len(self._queues):
             raise InvalidArgument(

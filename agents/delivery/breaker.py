@@ -28,10 +28,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import time
 from itertools import islice
 from typing import Protocol
 
+from ...streams.clock import now_us
 from ...streams.identity import StreamId
 from ...streams.states import SubscriptionHold
 
@@ -328,7 +328,7 @@ class Gate:
         )  # fmt: skip
         if was is not HELD and breaker.state is HELD:
             if was is CLOSED:
-                self._since_us = time.time_ns() // 1000
+                self._since_us = now_us()
             log.warning(
                 "subscription %r is held: %s, the last failure was %s; single events are tried", self._name,
                 "a dependency is unavailable" if failure.unavailable else "deliveries of many streams fail",

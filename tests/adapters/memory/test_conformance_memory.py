@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
-from headrace.adapters.conformance import ConformsToIdempotent, ConformsToQueueAdapter
+from headrace.adapters.conformance import ConformsToIdempotent, ConformsToQueueAdapter, ConformsToRewindable
 
 
 class TestMemory(ConformsToQueueAdapter, ConformsToIdempotent):
@@ -15,3 +15,9 @@ class TestMemoryInTinySegments(ConformsToQueueAdapter, ConformsToIdempotent):
     async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
         context = AdapterContext(provider="tests", queues=queues, directory=directory)
         return await open_adapter("memory", context, {"segment_size": 2, "capacity": None})
+
+
+class TestRewindableMemory(ConformsToQueueAdapter, ConformsToRewindable, ConformsToIdempotent):
+    async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
+        context = AdapterContext(provider="tests", queues=queues, directory=directory)
+        return await open_adapter("memory", context, {"rewindable": True})
