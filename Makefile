@@ -20,7 +20,7 @@ STAMPS := $(VENV)/stamps
 DIST   := $(VENV)/dist
 TREE   := $(VENV)/tree
 
-PACKAGES := proto streams store effects adapters balancer client agents server silo pipeline frameworks cli
+PACKAGES := proto streams store effects adapters balancer client agents server silo pipeline frameworks cli testing
 # Folders are listed too: their time changes when a file is added or removed.
 SOURCES  := $(shell find front_door $(PACKAGES) -name __pycache__ -prune -o -print) pyspark_headrace.py setup.py pyproject.toml MANIFEST.in README.md LICENSE
 

@@ -22,6 +22,7 @@ FOLDERS = (
     "pipeline",
     "frameworks",
     "cli",
+    "testing",
 )
 
 

@@ -44,9 +44,9 @@ class EffectsService(HandlerService):
         scope = EffectScope(self._origin, definition.name, queue, options["generation"], self.provider, self._queues)
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
+        handler = Handler(on_event, on_batch, None, None, scoped.redrive)
         return HandlerDelivery(
-            definition, queue, checkpoint, Handler(on_event, on_batch, None, None, scoped.redrive),
-            PositionedFailures(sink, scoped),
+            definition, queue, checkpoint, self.watch(definition.name, handler), PositionedFailures(sink, scoped),
             predicate=self.predicate, concurrency=self.concurrency, provider=self.provider, failures=self.failures,
             **options,
         )  # fmt: skip

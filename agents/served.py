@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,14 @@ class DeliveryService(Protocol):
         ...
 
 
+HandlerWatch = Callable[[str, Handler], Handler]
+"""Takes the name of a subscription and the handler of a delivery. Returns the handler to call."""
+
+
+def _unwatched(_: str, handler: Handler) -> Handler:
+    return handler
+
+
 @dataclass(eq=False)
 class HandlerService:
     """Delivers to handlers in this process."""
@@ -77,12 +85,14 @@ class HandlerService:
     provider: str = "default"
     """The name of the provider, for traces."""
     failures: FailureLog = field(default_factory=FailureLog)
+    watch: HandlerWatch = _unwatched
+    """For tests: it may return a handler that notes the calls, or fails."""
 
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
         return HandlerDelivery(
-            definition, queue, checkpoint, self.handler, sink,
+            definition, queue, checkpoint, self.watch(definition.name, self.handler), sink,
             predicate=self.predicate, concurrency=self.concurrency, provider=self.provider, failures=self.failures,
             **options,
         )  # fmt: skip

@@ -83,6 +83,17 @@ class SubscriptionRunner:
         finally:
             self._deliver(served.definition, served.service, attachment)
 
+    async def restart(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
+        """Go on from earlier positions, as after a crash that lost all later progress. Running handlers are cancelled.
+        In contrast to `move`, the generation stays. For tests. Raises NotFound if it is not served here."""
+        await self._agents_settled()
+        served = self.serving(name)
+        self._state.remove(name)
+        await self._detach(served, 0.0)
+        attachment = await self._attachment(name)
+        checkpoints = {**attachment.checkpoints, **positions}
+        self._deliver(served.definition, served.service, attachment._replace(checkpoints=checkpoints))
+
     async def withdraw(self, name: str, drain_s: float) -> ServedSubscription:
         """Stop serving: running handlers have `drain_s` seconds to end, then exactly the progress made is stored.
         Raises NotFound if it is not served here."""

@@ -1,6 +1,7 @@
 """Orders that are paid and shipped: state per stream, a failing handler, and its dead letters.
 
-Run it as it is: `python examples/orders.py`. It keeps its events in ./orders-data; a second run continues there.
+Run it as it is: `python examples/orders.py`. It keeps its events in ./orders-data; a second run continues there. Its
+tests are in `tests/examples/test_orders.py`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ async def ship(event: Event) -> None:
         raise ValueError("no carrier delivers there")
 
 
+async def serve(provider: Provider) -> None:
+    await provider.subscribe("follow", "orders/*", follow, start="earliest")
+    await provider.subscribe("ship", "orders/*", ship, retry=RetryPolicy(max_attempts=2, initial_delay_s=0.01))
+
+
+async def place(provider: Provider, number: int, country: str) -> None:
+    order = provider.stream("orders", str(number))
+    await order.publish([b"placed", Event(b"paid", headers={"country": country}), b"shipped"])
+
+
 async def main() -> None:
     async with Provider.open("orders-data") as provider:
-        following = await provider.subscribe("follow", "orders/*", follow, start="earliest")
-        shipping = await provider.subscribe(
-            "ship", "orders/*", ship, retry=RetryPolicy(max_attempts=2, initial_delay_s=0.01)
-        )
+        await serve(provider)
         for number, country in enumerate(("nl", "nowhere", "jp")):
-            order = provider.stream("orders", str(number))
-            await order.publish([b"placed", Event(b"paid", headers={"country": country}), b"shipped"])
-        await following.caught_up()
-        await shipping.caught_up()
-        for letter in await provider.store.dead_letters("default"):
+            await place(provider, number, country)
+        for name in ("follow", "ship"):
+            await provider.caught_up(name)
+        for letter in await provider.dead_letters():
             print(f"given up on {letter.stream} {letter.payload.decode()!r}: {letter.reason}")
 
 

@@ -47,19 +47,25 @@ class ProviderParts(NamedTuple):
 
 
 async def open_parts(
-    data: str | os.PathLike[str] | None, options: ProviderOptions, *, control: str | None, leased: bool, create: bool
+    data: str | os.PathLike[str] | None,
+    options: ProviderOptions,
+    *,
+    control: str | None = None,
+    leased: bool = False,
+    create: bool = True,
+    stores: type[ControlStore] = ControlStore,
 ) -> ProviderParts:
-    """Open the parts of a provider: see `Provider.start`."""
+    """Open the parts of a provider: see `Provider.start`. The control store is one of `stores`."""
     timeout_s = LEASED_TIMEOUT_S if leased else None
     async with AsyncExitStack() as stack:
         store = directory = None
         if control is not None:  # before a directory is claimed for it: its URL may be mistyped
-            store = await ControlStore.open(control, timeout_s=timeout_s)
+            store = await stores.open(control, timeout_s=timeout_s)
             stack.push_async_callback(store.aclose)
         if data is not None:
             directory = await asyncio.to_thread(open_data_directory, data, control)
         if store is None:
-            store = await ControlStore.open(directory.control_db if directory else "memory", timeout_s=timeout_s)
+            store = await stores.open(directory.control_db if directory else "memory", timeout_s=timeout_s)
             stack.push_async_callback(store.aclose)
         if not create:
             await check_known(store, options.name, data)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from msgspec.structs import replace
 
-from ..agents import EffectsService, HandlerService
 from ..client.options import ConsumerOptions
 from ..client.stream_provider import HandledSubscription, StreamProvider
 from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
-from ..streams.codecs import Codecs, P
+from ..streams.codecs import P
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.handlers import (
     LOCAL_HANDLER_OPTIONS,
@@ -27,13 +26,11 @@ from ..streams.handlers import (
     BatchHandler,
     BatchObserver,
     EventHandler,
-    Handler,
     Observer,
     PayloadHandler,
     SubscriptionDeclaration,
     check_no_definition_options,
     check_no_handler_options,
-    handler_with_transaction,
 )
 from ..streams.identity import StreamId
 from ..streams.openings import ConsumerOpening, HandlerOpening
@@ -269,7 +266,7 @@ class Provider(MeasuredProvider):
                 f"provider {self.name!r} may have events of a stream; say in the option "
                 "`partitioner` how its producers choose the queue"
             )
-        service = await _service(declared, self._parts, self.codecs)
+        service = await self.make_service(declared)
         await self.serve(declared.definition, service, stands_by=stands_by)
         return LocalSubscription(self, declared)
 
@@ -348,26 +345,6 @@ _SOME_STREAM = StreamId("namespace", "key")
 
 async def _open_consumer(provider: Provider, plan: ConsumerPlan) -> Consumer:
     return await (await provider.local_consumer()).open_consumer(plan)
-
-
-async def _service(declared: SubscriptionDeclaration, parts: ProviderParts, codecs: Codecs) -> HandlerService:
-    """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
-    if declared.effects is None:
-        handler = Handler.of(declared.handler, batch=declared.batch, codecs=codecs)
-        return HandlerService(handler, declared.filter, declared.concurrency, provider=declared.provider)
-    declared.check_handler()
-    await declared.effects.check()
-    handler = handler_with_transaction(declared.handler, codecs, batch=declared.batch)
-    return EffectsService(
-        handler,
-        declared.filter,
-        declared.concurrency,
-        declared.effects,
-        parts.origin,
-        provider=declared.provider,
-        batch=declared.batch,
-        queues=parts.adapter.mapper,
-    )
 
 
 @check_methods(HandledSubscription)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from ..agents import DeliveryService
+from ..agents import DeliveryService, HandlerService
 from ..streams.arguments import check_seconds
 from ..streams.background import BackgroundTasks
 from ..streams.errors import NotSupported
+from ..streams.handlers import SubscriptionDeclaration
 from .event_publisher import EventPublisher
+from .handler_services import handler_service
 from .opening import ProviderParts
 from .subscription_host import DRAIN_S, SubscriptionHost
 from .views import ProviderStatistics, provider_statistics
@@ -39,6 +41,10 @@ class ProviderCore(EventPublisher, SubscriptionHost):
             self.delays.start()
         if self.outbox is not None:
             self.outbox.start()
+
+    async def make_service(self, declared: SubscriptionDeclaration) -> HandlerService:
+        """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
+        return await handler_service(declared, self._parts, self.codecs)
 
     async def open_outbox(self, url: str) -> None:
         """Let `begin` move the outbox of the database at this URL. Raises InvalidArgument, NotSupported."""

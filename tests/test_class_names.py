@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "adapters", "agents", "balancer", "benchmarks", "cli", "client", "effects", "frameworks", "front_door", "pipeline",
-    "server", "silo", "store", "streams",
+    "server", "silo", "store", "streams", "testing",
 )  # fmt: skip
 
 VAGUE = {

@@ -11,7 +11,7 @@ from tests.plain_english import REPOSITORY
 
 FOLDERS = (
     "adapters", "agents", "balancer", "cli", "client", "effects", "frameworks", "front_door", "pipeline", "server",
-    "silo", "store", "streams",
+    "silo", "store", "streams", "testing",
 )  # fmt: skip
 MAX_FILE, MAX_CLASS, MAX_METHODS = 600, 300, 25
 
@@ -45,6 +45,7 @@ OWN_TASKS = {
 PRIVATE_USE = {
     "adapters/log/transactions.py": "py-lmdb has no public name for the class",
     "pipeline/session.py": "PySpark has no public way to its JVM",
+    "testing/plugin.py": "pytest has no public name for the fixtures of a function",
     "tests/agents": "random numbers, crashes and bounded caches that have no other seam, line by line",
 }
 """Files and folders that switch off the check of private names, and the reason."""

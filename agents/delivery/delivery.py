@@ -199,8 +199,13 @@ class Delivery(ABC):
     async def gave_up(self, failure: Failure) -> None:
         """Called after the delivery gave up on events."""
 
+    @property
+    def is_handling(self) -> bool:
+        """Whether a handler runs: it finishes events of its batch without a call of `progress.on_change`."""
+        return False
+
     def is_saved(self) -> bool:
-        """Whether a save would find nothing to do, until `progress.on_change` is called."""
+        """Whether a save would find nothing to do, until `progress.on_change` is called, or a handler has run."""
         return self.pacer.is_saved and not self.marks()
 
     def unsaved(self) -> UnsavedProgress | None:

@@ -247,8 +247,9 @@ class HandlerDelivery(Delivery):
         self.counts.delivered_events += 1
         return None
 
-    def is_saved(self) -> bool:
-        return not self._workers.busy and super().is_saved()
+    @property
+    def is_handling(self) -> bool:
+        return self._workers.busy
 
     def unsaved(self) -> UnsavedProgress | None:
         if self._workers.busy:

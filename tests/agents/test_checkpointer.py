@@ -147,7 +147,7 @@ async def test_events_that_the_subscription_does_not_select_move_its_stored_posi
 
 @virtual_time
 async def test_while_a_handler_runs_the_events_that_it_has_finished_are_stored() -> None:
-    async with host(private=True) as silo:
+    async with host() as silo:
         handled = list[bytes]()
 
         async def takes_a_minute(event: Event) -> None:

@@ -13,7 +13,7 @@ from headrace.balancer.membership import Membership
 from headrace.balancer.placement import Balancer, Placement
 from headrace.streams.cluster import LIVING, SiloRecord, SiloState
 from tests.cluster.memory_store import MemoryStore
-from tests.simulation.virtual_time import VirtualTimeLoop, virtual_time
+from tests.simulation.virtual_time import SimulatedLoop, virtual_time
 
 QUEUES = 2
 
@@ -97,7 +97,7 @@ class Member:
 def stand_still(seconds: float) -> None:
     """As a process that is stopped: time passes in the middle of a turn of the loop."""
     loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualTimeLoop)
+    assert isinstance(loop, SimulatedLoop)
     loop.stand_still(seconds)
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.virtual_time import VirtualTimeLoop
+from tests.simulation.virtual_time import SimulatedLoop
 
 BEGINNING = 1000.0
 """When loops begin, by the simulation's own clock."""
@@ -139,7 +139,7 @@ class Machine:
 _machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 
-class MachineLoop(VirtualTimeLoop):
+class MachineLoop(SimulatedLoop):
     """An event loop that runs each callback of a machine as one of its steps."""
 
     @property

@@ -51,6 +51,9 @@ class StoreConnection:
         self._weather = weather
         self._place = place
         self._target = target
+        self.private = False
+
+    def watch_redrives(self, notify: Callable[[], None]) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         method = getattr(self._target, name)

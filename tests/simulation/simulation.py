@@ -10,7 +10,7 @@ from headrace import Event, EventBatch, SequenceToken, StreamId
 from headrace.adapters import QueueAdapter
 from headrace.agents import CacheLimits, Delivery, PullingAgent, PullingManager
 from headrace.store.control_store import ControlStore
-from tests.simulation.virtual_time import STARTS_AT_S, VirtualTimeLoop
+from tests.simulation.virtual_time import STARTS_AT_S, SimulatedLoop
 
 PROVIDER = "simulated"
 
@@ -124,7 +124,7 @@ class OneProcess(Simulation):
             for delivery in one.deliveries.values():
                 delivery.halt()
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
+        assert isinstance(loop, SimulatedLoop)
         mine = [task for task in loop.tasks() if task not in self._outside and task is not asyncio.current_task()]
         for task in mine:
             task.cancel()

@@ -1,8 +1,7 @@
-"""An event loop whose time passes only when there is nothing else to do.
+"""The event loop of simulations: virtual time, and one seed always gives one order of events.
 
-Hours of backoffs and checkpoints run in milliseconds, and one seed always gives one order of events. Nothing may wait
-for the outside world: work for threads runs at once, on the loop, and answers after `latency()` virtual seconds. A wait
-that would never end raises at once.
+Nothing may wait for the outside world: work for threads runs at once, on the loop, and answers after `latency()`
+virtual seconds.
 """
 
 import asyncio
@@ -14,46 +13,37 @@ from itertools import count
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
+from headrace.testing.virtual_time import STARTS_AT_S, VirtualTimeLoop
+
+__all__ = ("STARTS_AT_S", "NoTimePassesError", "SimulatedLoop", "run", "virtual_time")
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
-STARTS_AT_S = 1000.0
-"""The virtual time at which a loop begins."""
 BUSY_TURNS = 100_000
 """Turns of the loop after which time should have passed."""
-
-
-class NothingLeftToHappenError(RuntimeError):
-    """Everything waits, and no timer is set: in real time the loop would hang for ever."""
 
 
 class NoTimePassesError(RuntimeError):
     """Tasks keep one another busy without ever waiting."""
 
 
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
+class SimulatedLoop(VirtualTimeLoop):
     """`latency` gives the virtual seconds that each piece of work in a thread takes."""
 
     def __init__(self, latency: Callable[[], float] = lambda: 0.0) -> None:
-        self._now = STARTS_AT_S
         self._busy_turns = 0
         self._latency = latency
         self._created = WeakKeyDictionary[asyncio.Task[Any], int]()
         self._numbers = count()
-        super().__init__(_Clockwork(self))
-
-    def time(self) -> float:
-        return self._now
+        super().__init__(selector=_Clockwork(self))
 
     def stand_still(self, seconds: float) -> None:
         """As a process that is stopped: time passes in the middle of a turn of the loop."""
         self._now += seconds
 
     def pass_time(self, seconds: float | None) -> None:
-        """Nothing is ready for so long, or, where None, ever."""
-        if seconds is None:
-            raise NothingLeftToHappenError("every task waits, and there is no timer that would wake one")
-        self._now += seconds
+        super().pass_time(seconds)
         self._busy_turns = 0 if seconds else self._busy_turns + 1
         if self._busy_turns > BUSY_TURNS:
             raise NoTimePassesError(f"{BUSY_TURNS:,} turns of the loop, and no time has passed")
@@ -80,7 +70,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 class _Clockwork(selectors.SelectSelector):
     """Lets time pass instead of waiting."""
 
-    def __init__(self, loop: VirtualTimeLoop) -> None:
+    def __init__(self, loop: SimulatedLoop) -> None:
         super().__init__()
         self._loop = loop
 
@@ -99,7 +89,7 @@ def run(
 
     A task that outlives it is an AssertionError.
     """
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(latency)) as runner:
+    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(latency)) as runner:
         return runner.run(_bounded(main, limit_s))
 
 

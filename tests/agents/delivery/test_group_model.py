@@ -19,7 +19,7 @@ from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.random_examples import examples
 from tests.simulation.deliveries import stream
 from tests.simulation.groups import PLENTY, Consumer, SimulatedGroup, indexes, payloads
-from tests.simulation.virtual_time import VirtualTimeLoop
+from tests.simulation.virtual_time import SimulatedLoop
 
 KEYS, NAMES = ("a", "b", "c"), ("0", "1", "2")
 STUBBORN = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
@@ -38,7 +38,7 @@ class Report(NamedTuple):
 class GroupMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = VirtualTimeLoop()
+        self.loop = SimulatedLoop()
         self.clients: dict[str, Consumer] = {}
         self.batches: dict[str, dict[int, list[int]]] = {key: {} for key in KEYS}
         """By offset: the numbers of its events."""
