@@ -84,11 +84,14 @@ class ProjectFilter(DefaultFilter):
     """Lets changes of Python files and of the configuration through, but not those in environments and caches."""
 
     def __init__(self, config: Path) -> None:
+        """`config` is an absolute path, in the folder of the project."""
         super().__init__()
-        self._config = config.name
+        self._config = config
 
     def __call__(self, change: Change, path: str) -> bool:
-        return path.endswith((".py", f"/{self._config}")) and super().__call__(change, path)
+        """The names of folders above the project do not count: it may be in a folder that is ignored itself."""
+        inside = Path(path).relative_to(self._config.parent)
+        return (inside.suffix == ".py" or path == str(self._config)) and super().__call__(change, str(inside))
 
 
 class ReloadingSilo:
@@ -133,7 +136,8 @@ class ReloadingSilo:
         while self._changed_files:
             path = self._changed_files.pop()
             if path.endswith(".py"):
-                Path(cache_from_source(path)).unlink(missing_ok=True)
+                with suppress(OSError):  # there is none, or its folder is read-only
+                    Path(cache_from_source(path)).unlink()
 
     async def _until_told(self) -> None:
         """Wait for a change or for the end."""

@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from watchfiles import Change
 
 from headrace import SyncClient
+from headrace.cli.development import ProjectFilter
 from headrace.cli.log_format import ColourFormatter
 from tests.cli.commandline import SCRIPT, Headrace
 from tests.cli.projects import DevelopmentProcess
@@ -140,6 +142,19 @@ def test_a_silo_that_does_not_stop_is_killed(tmp_path: Path, headrace: Headrace)
         dev.until("WARNING headrace.dev: the silo has not stopped within 10 s: it is killed")
         dev.until("a receipt for book, 1", 2)
         assert dev.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("handlers.py", True), ("shop/prices.py", True), ("silo.toml", True), ("shop/silo.toml", False),
+        ("README.md", False), (".venv/lib/x.py", False), ("shop/__pycache__/x.py", False), ("shop/.#x.py", False),
+        (".headrace/control.db", False),
+    ],
+)  # fmt: skip
+def test_changes_of_code_and_settings_count(path: str, counts: bool) -> None:
+    project = Path("/work/node_modules/shop")
+    assert ProjectFilter(project / "silo.toml")(Change.modified, str(project / path)) == counts
 
 
 def test_a_log_in_colour_has_the_level_in_a_colour_before_the_text() -> None:
