@@ -4,6 +4,8 @@ import logging
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,14 @@ def test_init_writes_a_project_once(tmp_path: Path, headrace: Headrace) -> None:
     assert refused.startswith("'my shop' has README.md, handlers.py, test_handlers.py already")
     assert (project / "README.md").read_text() == "mine"
     assert not (project / "silo.toml").exists()
+
+
+def test_a_new_project_passes_ruff_and_its_formatter(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--isolated", "."]
+        ran = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout
 
 
 def test_init_says_how_to_go_on(headrace: Headrace) -> None:
