@@ -96,8 +96,10 @@ class Reader:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    for first in range(20_000, 30_000, count):
+    """The first of `count` free ports in a row. Each process begins at another place, because others may take the ports
+    before they are used. The ports are below those that the system gives to connections."""
+    begin = os.getpid() * 64 % 9_000
+    for first in (20_000 + (begin + step) % 9_000 for step in range(0, 9_000, count)):
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):
