@@ -133,8 +133,9 @@ class Forking:
         stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | None = None,
+        script: str = "",
     ) -> ForkedProcess:
-        """Call `headrace`. The three files are as those of `subprocess.Popen`."""
+        """Call `headrace`, or run `script` as `python -c` does. The files are as those of `subprocess.Popen`."""
         ours: list[int | None] = []
         theirs: list[int] = []
         for number, file in enumerate((stdin, stdout, stderr)):
@@ -152,7 +153,8 @@ class Forking:
                 fd = os.dup(file)
             theirs.append(fd)
             ours.append(mine)
-        request = json.dumps({"arguments": arguments, "cwd": str(cwd), "env": dict(env)}).encode()
+        call = {"arguments": arguments, "cwd": str(cwd), "env": dict(env), "script": script}
+        request = json.dumps(call).encode()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(self._address)
         socket.send_fds(connection, [request], theirs)
@@ -161,11 +163,17 @@ class Forking:
         return ForkedProcess(connection, ours)
 
     def run(
-        self, arguments: Sequence[str], stdin: bytes, cwd: Path, env: Mapping[str, str], timeout_s: float
+        self,
+        arguments: Sequence[str],
+        stdin: bytes,
+        cwd: Path,
+        env: Mapping[str, str],
+        timeout_s: float,
+        script: str = "",
     ) -> tuple[int, bytes, bytes]:
-        """Call `headrace`, to its end: exit code, stdout, stderr."""
+        """Call `headrace`, or run `script`, to its end: exit code, stdout, stderr."""
         pipe = subprocess.PIPE
-        process = self.start(arguments, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = self.start(arguments, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, script=script)
         out, err = process.communicate(stdin, timeout_s)
         return process.wait(), out, err
 
@@ -250,6 +258,11 @@ def _become(request: Mapping[str, object], fds: Sequence[int]) -> NoReturn:
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    if script := request["script"]:
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *request["arguments"]]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownMemberType]
+        exec(compile(str(script), "script", "exec", dont_inherit=True), {"__name__": "__main__"})
+        sys.exit()
     sys.argv = ["headrace", *request["arguments"]]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownMemberType]
     sys.exit(main())
 
