@@ -90,7 +90,8 @@ class SubscriptionHost(QueuePositions):
         """
         name = definition.name
         if name in self.manager.served or name in self.standby.waiting or name in self._beginning:
-            raise Busy(f"subscription {name!r} is already served by this process")
+            hint = "use another name, or close the other subscription first"
+            raise Busy(f"subscription {name!r} is already served by this process", hint=hint)
         self._beginning.add(name)
         try:
             await self._locks.take(name)

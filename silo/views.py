@@ -190,7 +190,7 @@ async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkp
 
 
 def provider_statistics(
-    manager: PullingManager, published_events: int, published_bytes: int, standing_by: Mapping[str, str]
+    manager: PullingManager, published_events: int, published_bytes: int, standing_by: Mapping[str, str] | None = None
 ) -> ProviderStatistics:
     """`standing_by`: subscriptions that this process takes over when another one ends, with the reason."""
     agents = manager.statistics()
@@ -205,7 +205,7 @@ def provider_statistics(
     ]
     subscriptions += [
         _subscription(name, manager.state.counts(name), [], None)._replace(state="standing by", reason=reason)
-        for name, reason in standing_by.items()
+        for name, reason in (standing_by or {}).items()
         if name not in by_name
     ]
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)

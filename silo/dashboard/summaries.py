@@ -17,6 +17,7 @@ _SUMMED = (
 )  # fmt: skip
 _WORST_FIRST = (
     "faulted", "blocked", "out of credit", "held", "paused", "resuming", "retrying", "behind", "running", "caught up",
+    "standing by",
 )  # fmt: skip
 _PROBLEMS = ("faulted", "blocked", "out of credit", "held", "paused", "retrying")
 LATE_MS = 60_000
