@@ -41,8 +41,10 @@ class RecordedProvider(Provider):
         definition: SubscriptionDefinition,
         service: DeliveryService,
         start: Mapping[int, Checkpoint] | None = None,
+        *,
+        stands_by: bool = False,
     ) -> None:
-        await super().serve(definition, service, start)
+        await super().serve(definition, service, start, stands_by=stands_by)
         self._restarts_at[definition.name] = dict(self.manager.subscriptions.serving(definition.name).saved)
 
     def deliveries(self, subscription: str, stream: StreamId | str | None = None) -> list[RecordedDelivery]:
