@@ -20,9 +20,11 @@ log = logging.getLogger("headrace.silo")
 SAMPLE_S = 2.0
 """Interval of samples, in seconds."""
 MAX_SHARE = 0.01
-"""Share of the time that sampling takes at most. If a sample takes long, the interval grows."""
+"""Share of the time that sampling takes at most. If samples take long, the interval grows."""
 MAX_PAUSE_S = 30.0
 """The longest interval, in seconds: alerts must see the lag, even if measuring it takes a larger share."""
+SHORTEST_OF = 3
+"""The shortest of so many samples counts for the interval: one that waited for the processor says nothing."""
 MAX_SAMPLE_S = 20.0
 """Longest time of one provider's sample, in seconds. After that its lag is not known."""
 STORE_SAMPLES = 5
@@ -81,6 +83,7 @@ class LagHistory:
     async def run(self) -> None:
         """Take samples until the task is cancelled."""
         loop = asyncio.get_running_loop()
+        took = deque([0.0], maxlen=SHORTEST_OF)
         while True:
             began = loop.time()
             for provider in self._providers.values():
@@ -92,7 +95,8 @@ class LagHistory:
                     self._delayed.pop(provider.name, None)
                     self._dead_letters.pop(provider.name, None)
                     log.warning("the lag of provider %r cannot be measured: %r", provider.name, error)
-            await asyncio.sleep(min(max(self._sample_s, (loop.time() - began) / MAX_SHARE), MAX_PAUSE_S))
+            took.append(loop.time() - began)
+            await asyncio.sleep(min(max(self._sample_s, min(took) / MAX_SHARE), MAX_PAUSE_S))
 
     async def sample(self, provider: ProviderCore) -> None:
         """Take one sample of all subscriptions that are served, and of those that nobody here serves."""

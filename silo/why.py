@@ -240,6 +240,8 @@ def _consumers(facts: WhyFacts) -> _Found:
     one = facts.subscription
     if one is None or not one.matches or one.position in (Position.RUNNING, Position.PAUSED):
         return
+    if one.served is False and _has_all(facts):
+        return
     if one.served is False and not facts.is_asked:
         yield "not_asked", f"subscription {one.name!r} has events that are not finished, as of its saved progress"
     elif one.standby:
@@ -263,6 +265,13 @@ def _idle(facts: WhyFacts, one: SubscriptionFacts) -> _Found:
             yield "consumer_blocked", f"consumer {blocked[0].id!r}: {blocked[0].blocked}"
     elif not any(each.has_credit for each in connected):
         yield "out_of_credit", f"{counted(len(connected), 'consumer')} connected, none with credit"
+
+
+def _has_all(facts: WhyFacts) -> bool:
+    """Whether the subscription has finished all events of the stream, as far as it is known."""
+    one, last = facts.subscription, facts.stream_facts.last
+    assert one is not None
+    return one.position is None and None not in (last, one.next_offset) and not _has_more(facts)
 
 
 def _has_more(facts: WhyFacts) -> bool:

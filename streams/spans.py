@@ -8,7 +8,7 @@ message; a batch of headrace has one publisher and one span, so it can have a pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from importlib.metadata import version
@@ -38,9 +38,12 @@ from .events import EventBatch
 from .identity import StreamId
 from .layout import NOT_RECORDED
 
+log = logging.getLogger("headrace.tracing")
+
 MAX_LINKS = 32
 """Most publishers that the span of a pull is linked to."""
 _SYSTEM = "headrace"
+
 _VERSION = version("headrace")
 _NOT_RECORDED = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
 """The current span where nothing is recorded: its children are not sampled."""
@@ -66,9 +69,7 @@ class Spans:
     def publishing(self, provider: str, stream: StreamId | None, count: int) -> Generator[bytes]:
         """A span around a publish, if `records`. Yields the trace for the field `trace` of its batches."""
         attributes = _attributes("send", provider, stream, count)
-        with self._tracer.start_as_current_span(
-            f"send {provider}", kind=SpanKind.PRODUCER, attributes=attributes
-        ) as span:
+        with self._current(f"send {provider}", SpanKind.PRODUCER, attributes) as span:
             yield encoded(span.get_span_context())
 
     def handling(
@@ -89,7 +90,7 @@ class Spans:
         }
         # Never the current context: it is that of the task that subscribed.
         parent = set_span_in_context(NonRecordingSpan(decoded(publisher)), Context()) if publisher else Context()
-        return HandlingSpan(self._tracer.start_span(f"{operation} {provider}", parent, SpanKind.CONSUMER, attributes))
+        return HandlingSpan(self._start(f"{operation} {provider}", SpanKind.CONSUMER, attributes, parent))
 
     def record_nothing(self) -> HandlingSpan:
         """Make a span the current one that is not recorded. Until its end, publishes and other libraries record
@@ -100,10 +101,28 @@ class Spans:
     def pulling(self, provider: str, subscription: str) -> Generator[PullSpan]:
         """A span around a pull, if `records`. It is linked to the publishers of the batches that it returns."""
         attributes = {**_attributes("receive", provider, None, None), "messaging.consumer.group.name": subscription}
-        with self._tracer.start_as_current_span(
-            f"receive {provider}", kind=SpanKind.CLIENT, attributes=attributes
-        ) as span:
+        with self._current(f"receive {provider}", SpanKind.CLIENT, attributes) as span:
             yield PullSpan(span)
+
+    @contextmanager
+    def _current(self, name: str, kind: SpanKind, attributes: Mapping[str, Any]) -> Generator[Span]:
+        """Make a new span the current one, for the length of a `with`."""
+        handled = HandlingSpan(self._start(name, kind, attributes))
+        try:
+            yield handled.span
+        except BaseException as error:
+            handled.failed(error)
+            raise
+        finally:
+            handled.end()
+
+    def _start(self, name: str, kind: SpanKind, attributes: Mapping[str, Any], parent: Context | None = None) -> Span:
+        """Start a span. A sampler or processor that fails must not fail the work: then nothing is recorded."""
+        try:
+            return self._tracer.start_span(name, parent, kind, attributes)
+        except Exception:
+            log.exception("the span %r cannot be started", name)
+            return _NOT_RECORDED
 
 
 class TraceLimit:
@@ -124,23 +143,29 @@ class TraceLimit:
 
 
 class HandlingSpan:
-    """The current span, until `end`."""
+    """The current span, until `end`. None of its methods raises: work that is done must not fail for its span."""
 
-    __slots__ = ("_span", "_token")
+    __slots__ = ("_token", "span")
 
     def __init__(self, span: Span) -> None:
-        self._span = span
+        self.span = span
         self._token: Token[Context] = contexts.attach(set_span_in_context(span))
 
     def failed(self, error: BaseException) -> None:
-        """The handler raised. A cancellation is no failure: the queue moves, or the process stops."""
+        """The work raised. A cancellation is no failure: the queue moves, or the process stops."""
         if isinstance(error, Exception):
-            self._span.record_exception(error)
-            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+            try:
+                self.span.record_exception(error)
+                self.span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+            except Exception:
+                log.exception("an error cannot be recorded in its span")
 
     def end(self) -> None:
         contexts.detach(self._token)
-        self._span.end()
+        try:
+            self.span.end()
+        except Exception:
+            log.exception("a span cannot be ended")
 
 
 class PullSpan:

@@ -29,14 +29,17 @@ def enable_tracing(
 ) -> None:
     """Make spans for publishing and handling in this process from now on, and add their ids to log records.
 
-    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. Where there is no trace yet, at most
-    `new_traces_per_s` begin in a second, so that tracing costs a busy process little; 0: none; `math.inf`: all.
-    A publish within a recorded span of yours, and the handlers of its events, always have their spans. Raises
-    NotSupported if OpenTelemetry is not installed. Idempotent; the last call counts.
+    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. Where there is no trace yet,
+    `new_traces_per_s` begin in a second on average, and as many at once, so that tracing costs a busy process little;
+    0: none; `math.inf`: all. A publish within a recorded span of yours, and the handlers of its events, always have
+    their spans. Raises NotSupported if OpenTelemetry is not installed, InvalidArgument for other values. Idempotent;
+    the last call counts.
     """
     global active  # noqa: PLW0603 (one switch for the process)
     if type(new_traces_per_s) not in (int, float) or not new_traces_per_s >= 0:
         raise refused("new_traces_per_s", new_traces_per_s, "a number of at least 0")
+    if tracer_provider is not None and not hasattr(tracer_provider, "get_tracer"):
+        raise refused("tracer_provider", tracer_provider, "a TracerProvider of OpenTelemetry, or None")
     try:
         from .spans import Spans, add_ids_to_log_records  # noqa: PLC0415 (it imports OpenTelemetry)
     except ImportError as error:

@@ -115,6 +115,12 @@ def test_causes_that_stop_more_come_first() -> None:
     assert codes(given) == ["store_unreachable", "owner_dead", "stream_paused"]
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_subscription_that_has_finished_everything_needs_nobody(asked: bool) -> None:
+    assert codes(facts(of={"served": False, "next_offset": 8}, is_asked=asked)) == ["nothing_pending"]
+    assert codes(facts(of={"served": False, "next_offset": 7}, is_asked=asked)) != ["nothing_pending"]
+
+
 def test_unknown_facts_show_no_cause() -> None:
     unknown = WhyFacts(
         stream="orders/1",

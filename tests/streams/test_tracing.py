@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
@@ -314,6 +314,8 @@ async def test_beyond_the_limit_only_traces_of_the_user_are_recorded(tmp_path: P
 def test_a_wrong_limit_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"new_traces_per_s is .*: expected a number of at least 0"):
         enable_tracing(new_traces_per_s=wrong)
+    with pytest.raises(InvalidArgument, match="tracer_provider is 5: expected a TracerProvider"):
+        enable_tracing(5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert tracing.active is None
 
 
@@ -366,29 +368,38 @@ async def test_a_record_may_have_fields_of_its_own(traced: Traced, caplog: pytes
     assert vars(caplog.records[-1])["trace_id"] == "7"
 
 
-async def test_a_tracer_that_fails_is_a_failure_of_the_attempt(tmp_path: Path, traced: Traced) -> None:
-    handled = asyncio.Event()
+class Broken(SpanProcessor):
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self._run("on_start")
+
+    def on_end(self, span: Any) -> None:
+        self._run("on_end")
+
+    def _run(self, method: str) -> None:
+        if method == self._method:
+            raise RuntimeError("a broken processor")
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+async def test_a_processor_that_raises_fails_no_publish_and_no_handler(
+    tmp_path: Path, traced: Traced, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    handled = list[bytes]()
 
     async def handle(event: Event) -> None:
-        handled.set()
+        handled.append(event.payload)
 
+    traced.provider.add_span_processor(Broken(method))
     async with Provider.open(tmp_path) as provider:
-        retry = RetryPolicy(initial_delay_s=0.01)
-        await provider.subscribe("s", "orders/*", handle, retry=retry, circuit_breaker=False)
-        active, calls = tracing.active, list[int]()
-        assert active is not None
-        begin = active.handling
-
-        def fail_once(*arguments: Any, **options: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 1:
-                raise RuntimeError("a broken processor of spans")
-            return begin(*arguments, **options)
-
-        active.handling = fail_once  # type: ignore[method-assign]
+        subscription = await provider.subscribe("s", "orders/*", handle, retry=RetryPolicy(max_attempts=1))
         await provider.publish(STREAM, b"x")
-        await handled.wait()
-    assert len(calls) == 2
+        await subscription.caught_up()
+        assert handled == [b"x"]
+        assert await provider.dead_letters("s") == []
+    assert "a broken processor" in caplog.text
 
 
 async def test_without_tracing_a_batch_has_no_trace_and_tracing_does_nothing(tmp_path: Path) -> None:
