@@ -161,6 +161,31 @@ async def test_a_seek_in_another_process_moves_the_one_that_serves(tmp_path: Pat
         assert (served.stands_by, waiting.stands_by, orders.errors) == (False, True, [])
 
 
+async def test_closed_after_a_seek_elsewhere_it_is_not_served_again(tmp_path: Path) -> None:
+    """It is closed while its process finds out where it is now."""
+    closed, second = Orders(), Orders()
+    async with Provider.open(tmp_path) as serving, Provider.open(tmp_path) as other:
+        served = await serving.subscribe("billing", "orders/*", closed)
+        waiting = await other.subscribe("billing", "orders/*", second)
+        runner, answers = serving.manager.subscriptions, list[bool]()
+        may_serve = runner.may_serve
+
+        async def closed_meanwhile(name: str) -> bool:
+            answers.append(await may_serve(name))
+            if len(answers) == 1:
+                await served.close()
+            return answers[-1]
+
+        runner.may_serve = closed_meanwhile
+        await waiting.seek("earliest")
+        await until(lambda: len(answers) == 2 and not waiting.stands_by)
+        assert answers == [True, False]
+        await serving.publish(STREAM, b"1")
+        await until(lambda: second.payloads == [b"1"])
+        assert "billing" not in serving.manager.served
+        assert closed.payloads == []
+
+
 async def test_a_paused_stream_is_resumed_from_another_process(tmp_path: Path) -> None:
     attempts: list[bytes] = []
 
