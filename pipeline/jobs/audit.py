@@ -18,14 +18,13 @@ from ...streams.errors import InvalidArgument
 from ...streams.subscriptions import Start
 from ..place import OPTIONS as PLACE_OPTIONS
 from .comparing import SubscriptionComparison, read_deliveries
-from .findings import AuditResult, SubscriptionAudit
+from .findings import LIMIT, AuditResult, SubscriptionAudit
 from .published import PublishedEvents, content
 from .subscription_snapshots import read_snapshots
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LIMIT = 100
 Progress = Callable[[str, int, int], object]
 
 

@@ -13,6 +13,8 @@ PUBLISHED_TWICE = "published twice"
 CLASSES = (DELIVERED, DEAD, SKIPPED, FILTERED, PENDING, MISSING, DUPLICATE, CONTRADICTED)
 """Each published event is of one of these classes. `UNKNOWN`: delivered and never published."""
 PROBLEMS = (MISSING, DUPLICATE, CONTRADICTED, UNKNOWN, PUBLISHED_TWICE)
+LIMIT = 100
+"""Default number of details of a subscription."""
 
 
 class AuditFinding(NamedTuple):

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from headrace.cli.commands.pipeline import JOBS
 from headrace.cli.main import COMMANDS
 from tests.cli.commandline import ENVIRONMENT
 
 SLOW = {
     "google.protobuf", "grpc", "headrace.adapters", "headrace.agents", "headrace.silo.provider", "lmdb",
-    "prometheus_client", "pyspark", "rich", "sqlalchemy", "starlette", "uvicorn", "watchfiles",
+    "numpy", "prometheus_client", "py4j", "pyarrow", "pyspark", "rich", "sqlalchemy", "starlette", "uvicorn",
+    "watchfiles",
 }  # fmt: skip
 """Modules that take long to import. Only the work of a command needs them."""
 
@@ -36,7 +38,8 @@ def imported(calls: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def test_help_imports_nothing_slow() -> None:
-    assert imported([["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]) == {}
+    groups = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+    assert imported([*groups, *(["pipeline", name, "--help"] for name in JOBS)]) == {}
 
 
 def test_a_wrong_directory_is_refused_before_anything_slow_is_imported() -> None:

@@ -6,7 +6,6 @@ from importlib import import_module
 
 import click
 
-from ....streams.outcomes import CommandFailed
 from ..help import CommandGroup
 
 JOBS = {
@@ -17,7 +16,6 @@ JOBS = {
     "states": "Keep the states of streams as a Parquet file.",
 }
 """Each job's module in this package (it has the command as `command`) and its summary."""
-_OF_SPARK = ("pyspark", "py4j", "pyarrow", "numpy")
 
 
 class JobGroup(CommandGroup):
@@ -29,14 +27,7 @@ class JobGroup(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in JOBS:
             return None
-        try:
-            module = import_module(f".{cmd_name}", __package__)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in _OF_SPARK:
-                raise
-            raise CommandFailed(
-                f"headrace pipeline needs Spark, and {error.name} is missing: install headrace[spark]"
-            ) from None
+        module = import_module(f".{cmd_name}", __package__)
         command: click.Command = module.command
         command.short_help = JOBS[cmd_name]
         return command

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import click
 
-from ....pipeline.jobs.archive import archive
-from ....pipeline.options import selector_options
 from ....streams.wording import counted
 from ..help import SectionedCommand
 from ..options import ProviderPlace, place_options
 from ..output import json_option, note
 from ..progress import events_progress
-from .spark import options_to_read, report, spark_options, spark_session
+from .spark import options_to_read, report, spark_needed, spark_options, spark_session
 
 
 @click.command("archive", cls=SectionedCommand)
@@ -35,6 +33,9 @@ def command(
 
     If it ends early, the same command goes on. A second run at the same time on one DIR is refused.
     """
+    with spark_needed():
+        from ....pipeline.jobs.archive import archive  # noqa: PLC0415 (not for --help)
+        from ....pipeline.options import selector_options  # noqa: PLC0415
     options = selector_options(streams) | options_to_read(place)
     with spark_session("headrace archive", master, spark_log) as spark, events_progress("archiving") as progress:
         done = archive(spark, into, compact=compact, fail_on_data_loss=fail_on_data_loss, progress=progress, **options)

@@ -9,14 +9,13 @@ from typing import Any
 
 import click
 
-from ....pipeline.jobs.audit import LIMIT, audit
-from ....pipeline.jobs.findings import CLASSES, PROBLEMS, UNKNOWN, AuditResult
+from ....pipeline.jobs.findings import CLASSES, LIMIT, PROBLEMS, UNKNOWN, AuditResult
 from ....streams.outcomes import CommandFailed
 from ....streams.wording import counted
 from ..help import SectionedCommand
 from ..options import ProviderPlace, parse_start, place_options
 from ..output import json_option, note, print_table
-from .spark import options_to_read, report, spark_options, spark_session
+from .spark import options_to_read, report, spark_needed, spark_options, spark_session
 
 
 @click.command("audit", cls=SectionedCommand)
@@ -44,6 +43,8 @@ def command(
 
     Exit code 1 if an event is missing, or was delivered twice. Nothing is changed.
     """
+    with spark_needed():
+        from ....pipeline.jobs.audit import audit  # noqa: PLC0415 (not for --help)
     begin = None if start is None else parse_start(start)
 
     def progress(name: str, done: int, total: int) -> None:

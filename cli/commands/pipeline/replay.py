@@ -10,13 +10,12 @@ from typing import Any
 
 import click
 
-from ....pipeline.jobs.replay import replay
 from ....streams.wording import counted
 from ..help import SectionedCommand, SectionedOption
 from ..options import ProviderPlace, place_options
 from ..output import json_option
 from ..progress import events_progress
-from .spark import options_of, report, spark_options, spark_session
+from .spark import options_of, report, spark_needed, spark_options, spark_session
 
 _source_option = functools.partial(click.option, cls=SectionedOption, section="Source")
 
@@ -93,6 +92,8 @@ def command(
     Streams, their order, timestamps, ids and headers stay. If it ends early, the same command goes on, and each event
     is published once.
     """
+    with spark_needed():
+        from ....pipeline.jobs.replay import replay  # noqa: PLC0415 (not for --help)
     how |= options_of(place) | ({} if staging is None else {"staging": str(staging)})
     with spark_session("headrace replay", master, spark_log) as spark, events_progress("replaying") as progress:
         done = replay(spark, source, progress=progress, **how)

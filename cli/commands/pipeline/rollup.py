@@ -9,14 +9,12 @@ from typing import Any
 
 import click
 
-from ....pipeline.jobs.rollup import follow, rollup
-from ....pipeline.options import selector_options
 from ....streams.wording import counted
 from ..help import SectionedCommand
 from ..options import ProviderPlace, place_options
 from ..output import json_option, note
 from ..progress import events_progress
-from .spark import options_to_read, report, spark_options, spark_session
+from .spark import options_to_read, report, spark_needed, spark_options, spark_session
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -64,6 +62,9 @@ def command(
     A window is written once, when the watermark has passed its end: after a newer event was read. If it ends early, the
     same command goes on.
     """
+    with spark_needed():
+        from ....pipeline.jobs.rollup import follow, rollup  # noqa: PLC0415 (not for --help)
+        from ....pipeline.options import selector_options  # noqa: PLC0415
     options = selector_options(streams) | options_to_read(place)
     more = {"start": start, "maxEventsPerTrigger": max_events}
     options |= {name: str(value) for name, value in more.items() if value is not None}

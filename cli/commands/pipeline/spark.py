@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ....pipeline.jobs.failures import ERROR_LINE, SPARK_ERRORS, headrace_error, spark_message
-from ....pipeline.session import session
 from ....streams.outcomes import CommandFailed, CommandInterrupted
+from ...interrupts import interrupts_kill
 from ..help import SectionedOption
 from ..options import ProviderPlace, SiloPlace, check_exists
 from ..output import print_json
@@ -24,7 +23,23 @@ from ..output import print_json
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_OF_SPARK = ("pyspark", "py4j", "pyarrow", "numpy")
+
 _spark_option = functools.partial(click.option, cls=SectionedOption, section="Spark")
+
+
+@contextmanager
+def spark_needed() -> Generator[None]:
+    """Import modules that need Spark in a `with`. If Spark is missing, CommandFailed names the extra."""
+    try:
+        with interrupts_kill():
+            yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OF_SPARK:
+            raise
+        raise CommandFailed(
+            f"headrace pipeline needs Spark, and {error.name} is missing: install headrace[spark]"
+        ) from None
 
 
 def spark_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +88,9 @@ def options_to_read(place: ProviderPlace) -> dict[str, Any]:
 def spark_session(name: str, master: str | None, spark_log: Path | None) -> Generator[SparkSession]:
     """Start a Spark session, for the length of a `with`. The output of Spark goes only to `spark_log`. An error of
     headrace in one of Spark's processes is raised as that error. SIGINT and SIGTERM raise Interrupted."""
+    with spark_needed():
+        from ....pipeline.jobs.failures import SPARK_ERRORS, headrace_error  # noqa: PLC0415 (not for --help)
+        from ....pipeline.session import session  # noqa: PLC0415
     terminated = signal.signal(signal.SIGTERM, _terminated)
     try:
         with _diverted(spark_log):
@@ -91,6 +109,8 @@ def spark_session(name: str, master: str | None, spark_log: Path | None) -> Gene
 
 
 def _unexpected(error: Exception, spark_log: Path | None) -> CommandFailed:
+    from ....pipeline.jobs.failures import ERROR_LINE, spark_message  # noqa: PLC0415 (its caller has imported it)
+
     causes = [match[0].removeprefix("Caused by: ") for match in ERROR_LINE.finditer(str(error))]
     first = next(iter(spark_message(error).strip().splitlines()), type(error).__name__)
     cause = f" ({causes[-1]})" if causes and causes[-1] not in first else ""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from ....pipeline.jobs.states import states
 from ....streams.wording import counted
 from ..help import SectionedCommand
 from ..output import json_option, note, print_json
+from .spark import spark_needed
 
 
 @click.command("states", cls=SectionedCommand)
@@ -25,6 +25,8 @@ def command(*, file: Path, database: str, subscription: str | None, origin: str 
 
     This needs no Java: it does not start Spark.
     """
+    with spark_needed():
+        from ....pipeline.jobs.states import states  # noqa: PLC0415 (not for --help)
     written = states(database, file, subscription=subscription, origin=origin)
     if as_json:
         print_json({"file": str(file), "states": written})
