@@ -41,7 +41,7 @@ FOUND_BY = {
     "progress is saved rarely": ("crashes", 4),
     "reports of an older epoch count": ("pauses", 23),
     "acknowledgements end with the session": ("crashes", 1),
-    "owners are learned once": ("drains", 4),
+    "owners are learned once": ("drains", 20),
     "former owners are believed": ("clocks", 175),
     "gateways confirm what they sent": ("planned", 6),
     "gateways report to the owner they know": ("moves", 5),
