@@ -70,11 +70,7 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 
 def _own(item: Any) -> Any:
-    if (
-        not isinstance(item, pytest.Function)
-        or FIXTURE not in item.fixturenames
-        or not inspect.iscoroutinefunction(item.obj)
-    ):
+    if not isinstance(item, pytest.Function) or not _uses_fixture(item) or not inspect.iscoroutinefunction(item.obj):
         return item
     own = cast("Any", HeadraceFunction).from_parent(
         item.parent,
@@ -92,12 +88,23 @@ def _own(item: Any) -> Any:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, object, object]:
     """Run the async fixtures of a test that uses the fixture in the same event loop."""
-    if fixturedef.scope != "function" or not _is_async(fixturedef.func) or FIXTURE not in request.fixturenames:
+    if fixturedef.scope != "function" or not _is_async(fixturedef.func) or not _uses_fixture(request.node):
         return (yield)
     provider: TestProvider = request.getfixturevalue(FIXTURE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixturedef, "func", _in_loop(fixturedef.func, request.instance, provider))
         return (yield)
+
+
+def _uses_fixture(item: Any) -> bool:
+    """Whether a test uses the fixture of this module, and not another one of this name."""
+    info = getattr(item, "_fixtureinfo", None)
+    for definition in reversed(() if info is None else info.name2fixturedefs.get(FIXTURE, ())):
+        if definition.func.__module__ == __name__:
+            return True
+        if FIXTURE not in definition.argnames:
+            return False
+    return False
 
 
 def _is_async(function: object) -> bool:
@@ -130,7 +137,7 @@ async def _next(values: AsyncIterator[Any]) -> Any:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the history of a failed test."""
     report = yield
-    provider = getattr(item, "funcargs", {}).get(FIXTURE)
+    provider = getattr(item, "funcargs", {}).get(FIXTURE) if _uses_fixture(item) else None
     if report.when == "call" and report.failed and provider is not None and "History" not in report.longreprtext:
         report.sections.append(("headrace: history", provider.history()))
     return report

@@ -115,3 +115,15 @@ def test_a_run_that_does_not_use_the_fixture_imports_no_engine(tmp_path: Path) -
     )
     shown = run_pytest(tmp_path, "-p", "no:asyncio", "-p", "no:hypothesispytest", tests=tests)
     assert "1 passed" in shown, shown
+
+
+def test_another_fixture_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+    tests = (
+        "import pytest\n\n\n@pytest.fixture\ndef headrace():\n    return 5\n\n\n"
+        "def test_sync(headrace):\n    assert headrace == 6\n\n\n"
+        "async def test_async(headrace):\n    assert headrace == 5\n"
+    )
+    options = ["asyncio_mode=auto", "asyncio_default_fixture_loop_scope=function"]
+    shown = run_pytest(tmp_path, *[word for option in options for word in ("-o", option)], tests=tests)
+    assert "1 failed, 1 passed" in shown, shown
+    assert "INTERNALERROR" not in shown
