@@ -1,4 +1,4 @@
-"""`headrace top` in a terminal of 80 by 24, and its output for programs."""
+"""`headrace top` in a terminal of 80 by 24, as docs/top.md shows it, and its output for programs."""
 
 import asyncio
 import fcntl
