@@ -203,7 +203,7 @@ def test_a_second_backup_to_the_same_place_is_refused(headrace: Headrace, data: 
     assert headrace("backup", "--data", data, "backup").code == 0
 
 
-@pytest.mark.parametrize("limit", [10_000, 150_000])
+@pytest.mark.parametrize("limit", [10_000, pytest.param(150_000, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_nothing(start: Start, data: Path, tmp_path: Path, limit: int):
     """The control store has about 140,000 bytes, the log 500,000."""
 
@@ -221,7 +221,8 @@ def test_a_full_disk_leaves_nothing(start: Start, data: Path, tmp_path: Path, li
 
 
 @pytest.mark.parametrize("at", ["control.db", "providers/default/log/data.mdb", "headrace.json"])
-@pytest.mark.parametrize("command", ["backup", "restore"])
+# Both commands have the steps at which they are killed.
+@pytest.mark.parametrize("command", ["backup", pytest.param("restore", marks=pytest.mark.slow)])
 def test_a_killed_copy_is_whole_or_not_there(
     start: Start, headrace: Headrace, data: Path, tmp_path: Path, at: str, command: str
 ):

@@ -66,7 +66,8 @@ def messages_until_silence(channel: socket.socket) -> list[bytes]:
             return found
 
 
-@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
+# With one silo, the test is quicker.
+@pytest.mark.parametrize("workers", [[], pytest.param(["--workers", "2"], marks=pytest.mark.slow)])
 def test_a_silo_reports_that_it_is_ready(start: Start, manager: socket.socket, workers: list[str]):
     process = start("silo", "--data", "data", "--listen", "127.0.0.1:0", *workers)
     assert manager.recv(1000) == b"READY=1"

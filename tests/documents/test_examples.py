@@ -68,6 +68,7 @@ def test_configurations_are_accepted(page: str, tmp_path: Path):
     assert tables
 
 
+@pytest.mark.slow  # starts six silos; the tests of tests/cli/test_cli_cluster.py are quicker
 def test_the_commands_for_a_cluster(tmp_path: Path):
     ports = free_ports(2)
     (tmp_path / "shop").mkdir()
@@ -99,6 +100,7 @@ def test_the_program_with_postgres(tmp_path: Path, postgres_url: str):
         assert follower.follow(program) == "orders/42 b'paid'\n"
 
 
+@pytest.mark.slow  # starts a silo and a consumer; tests/silo/test_traces_across_processes.py covers traces
 def test_the_programs_with_traces(tmp_path: Path):
     _, setting, consumer = code_blocks("docs/tracing.md")
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -152,6 +154,7 @@ def test_the_examples_of_effects_without_a_test_of_their_own(containing: str, be
         follower.follow(block._replace(text=begin + block.text))
 
 
+@pytest.mark.slow  # starts a silo; tests/cli/test_commands_with_silos.py covers the commands
 def test_the_commands_of_the_client_page(tmp_path: Path):
     (block,) = [block for block in code_blocks("docs/client.md") if block.language == "console"]
     address = f"127.0.0.1:{free_ports(1)[0]}"
