@@ -21,6 +21,7 @@ from ..adapters.seam import QueueAdapter
 from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError, StorageError
 from ..streams.subscriptions import Checkpoint
+from ..streams.wording import shortened
 from .cache import CacheLimits, CacheStatistics
 from .catch_up_budget import CatchUpBudget
 from .catch_up_runner import FIRST_BACKOFF_S, MAX_BACKOFF_S, CatchUpRunner
@@ -321,7 +322,7 @@ class PullingAgent:
         faults = [main.fault if main is not None else "", *(feed.fault for feed in self.catch_ups.running.values())]
         damages = [str(d.progress.damage) for d in self.deliveries.values() if d.progress.damage is not None]
         if fault := next(filter(None, (self._fault, *faults, *damages)), ""):
-            return "faulted", fault
+            return "faulted", shortened(fault)
         if main is None:
             return (
                 "starting" if self._runner is not None else "idle",

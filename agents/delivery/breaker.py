@@ -34,6 +34,7 @@ from typing import Protocol
 from ...streams.clock import now_us
 from ...streams.identity import StreamId
 from ...streams.states import SubscriptionHold
+from ...streams.wording import shortened
 
 log = logging.getLogger("headrace.agents")
 
@@ -239,7 +240,7 @@ class CircuitBreaker:
             self._recovered.clear()
         self.state, self.limiting = HELD, True
         self.phase += 1
-        self.reason = reason
+        self.reason = shortened(reason)
         self.due = now + self._interval
 
     def _resume(self, now: float) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
 from ...streams.subscriptions import OnFailure
+from ...streams.wording import shortened
 from ..cursor import StreamCursor
 from .breaker import HELD
 
@@ -122,7 +123,7 @@ class Retries:
         self._progress.wait(cursor)
         if not self._stopped:
             timer = self._loop.call_later(delay, self._retry, cursor)
-            self._waiting[cursor] = WaitingAttempt(timer, reason)
+            self._waiting[cursor] = WaitingAttempt(timer, shortened(reason))
 
     def _retry(self, cursor: StreamCursor) -> None:
         del self._waiting[cursor]
@@ -180,7 +181,7 @@ class Retries:
             cursor.token,
             reason,
         )
-        self._progress.pause(cursor, reason)
+        self._progress.pause(cursor, shortened(reason))
 
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. Return False if it is not paused here."""

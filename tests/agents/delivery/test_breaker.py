@@ -16,6 +16,7 @@ from headrace.agents.delivery.breaker import (
     BreakerState,
     CircuitBreaker,
 )
+from headrace.streams.wording import MAX_REASON
 
 KEYS = st.integers(0, 30)
 
@@ -183,6 +184,14 @@ def test_poison_among_many_streams_holds_nothing(share: float) -> None:
         elif breaker.watching:
             breaker.succeeded(now, stream(number))
     assert breaker.state is BreakerState.CLOSED
+
+
+def test_the_kept_reason_is_bounded() -> None:
+    breaker = CircuitBreaker()
+    for number in range(STREAMS):
+        breaker.failed(number / 1000, stream(number), 20_000 * "!", earlier=None, exhausted=True)
+    assert breaker.state is BreakerState.HELD
+    assert len(breaker.reason) == MAX_REASON
 
 
 def test_probes_come_less_and_less_often() -> None:
