@@ -139,6 +139,15 @@ class LagHistory:
         """Return the number of dead letters in the control store by subscription. Nothing if it is not known."""
         return self._dead_letters.get(provider, {})
 
+    def unserved(self, provider: str) -> Mapping[str, Lag]:
+        """Return the lag of each subscription that this process does not serve, over the queues that it reads, in the
+        last sample. One without saved progress in these queues is missing."""
+        found: dict[str, Lag] = {}
+        for name, _, lag in self.last(provider):
+            if name not in self._kept.get(provider, {}):
+                found[name] = found[name].plus(lag) if name in found else lag
+        return found
+
     def lags(self, provider: str, subscription: str, since_us: int) -> Iterable[Lag]:
         """Return the samples since a time, the oldest first; the last sample in any case, if there is one."""
         kept = self._kept.get(provider, {}).get(subscription, ())

@@ -26,7 +26,7 @@ from headrace.proto.v1 import cluster_pb2 as headrace_dot_proto_dot_v1_dot_clust
 from headrace.proto.v1 import subscriptions_pb2 as headrace_dot_proto_dot_v1_dot_subscriptions__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/proto/v1/observation.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/proto/v1/cluster.proto\x1a%headrace/proto/v1/subscriptions.proto\"7\n\x14\x44\x65scribeQueueRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\"\x92\x02\n\x15\x44\x65scribeQueueResponse\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12!\n\x05queue\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Queue\x12\x1a\n\x12\x63\x61\x63he_limit_events\x18\x03 \x01(\x04\x12\x10\n\x08pressure\x18\x04 \x01(\x08\x12)\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x18.headrace.v1.CacheBucket\x12)\n\x07\x63ursors\x18\x06 \x03(\x0b\x32\x18.headrace.v1.QueueCursor\x12\x17\n\x0freceived_events\x18\x07 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x08 \x01(\x04\x12\x13\n\x0bqueue_count\x18\t \x01(\r\"U\n\x0b\x43\x61\x63heBucket\x12\x0e\n\x06\x65vents\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0c\n\x04pins\x18\x03 \x01(\r\x12\x0b\n\x03low\x18\x04 \x01(\x04\x12\x0c\n\x04high\x18\x05 \x01(\x04\"\x8b\x01\n\x0bQueueCursor\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x11\n\twatermark\x18\x02 \x01(\x04\x12\x13\n\x06\x62ucket\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x0e\n\x06parked\x18\x05 \x01(\r\x12\x13\n\x0b\x63\x61tching_up\x18\x06 \x01(\x08\x42\t\n\x07_bucket\"t\n\x1c\x44\x65scribeSubscriptionsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62locked\x18\x03 \x01(\r\x12\x12\n\nhistory_ms\x18\x04 \x01(\r\x12\x0f\n\x07\x63ounted\x18\x05 \x01(\x08\"{\n\x1d\x44\x65scribeSubscriptionsResponse\x12,\n\x05parts\x18\x01 \x03(\x0b\x32\x1d.headrace.v1.SubscriptionPart\x12,\n\x0bleft_behind\x18\x02 \x03(\x0b\x32\x17.headrace.v1.LeftBehind\">\n\nLeftBehind\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x02 \x01(\x04\x12\x0c\n\x04gaps\x18\x03 \x01(\x04\"\x8e\x03\n\x10SubscriptionPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65livered_events\x18\x05 \x01(\x04\x12\x0f\n\x07retries\x18\x06 \x01(\x04\x12\x15\n\rdead_lettered\x18\x07 \x01(\x04\x12\x0f\n\x07skipped\x18\x08 \x01(\x04\x12\x0c\n\x04gaps\x18\t \x01(\x04\x12\x11\n\tin_flight\x18\n \x01(\r\x12\r\n\x05ready\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x0e\n\x06parked\x18\r \x01(\r\x12\x0e\n\x06paused\x18\x0e \x01(\r\x12(\n\tconsumers\x18\x0f \x03(\x0b\x32\x15.headrace.v1.Consumer\x12+\n\x07\x62locked\x18\x10 \x03(\x0b\x32\x1a.headrace.v1.BlockedStream\x12$\n\x04lags\x18\x11 \x03(\x0b\x32\x16.headrace.v1.LagSample\x12\x0e\n\x06queues\x18\x12 \x01(\r\"\xbf\x01\n\rBlockedStream\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StreamName\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\r\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x17\n\nnext_in_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_next_in_ms\"\x85\x01\n\tLagSample\x12\r\n\x05\x61t_us\x18\x01 \x01(\x12\x12\x0f\n\x07\x62\x61tches\x18\x02 \x01(\x04\x12\x13\n\x06\x65vents\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10\x64\x65livered_events\x18\x05 \x01(\x04\x42\t\n\x07_eventsB\t\n\x07_age_ms\"\x12\n\x10ListMovesRequest\":\n\x11ListMovesResponse\x12%\n\x05moves\x18\x01 \x03(\x0b\x32\x16.headrace.v1.QueueMove\"~\n\tQueueMove\x12\r\n\x05\x61t_us\x18\x01 \x01(\x12\x12\x10\n\x08provider\x18\x02 \x01(\t\x12\r\n\x05queue\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x11\n\tfrom_silo\x18\x05 \x01(\t\x12\x0f\n\x07to_silo\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\"g\n\x14\x45xplainStreamRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\'\n\x06stream\x18\x02 \x01(\x0b\x32\x17.headrace.v1.StreamName\x12\x14\n\x0csubscription\x18\x03 \x01(\t\"M\n\x15\x45xplainStreamResponse\x12\x34\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x1e.headrace.v1.StreamExplanation\"S\n\x11StreamExplanation\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12(\n\x06\x63\x61uses\x18\x02 \x03(\x0b\x32\x18.headrace.v1.StreamCause\"-\n\x0bStreamCause\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x10\n\x08\x65vidence\x18\x02 \x01(\t2\x80\x03\n\x12ObservationService\x12V\n\rDescribeQueue\x12!.headrace.v1.DescribeQueueRequest\x1a\".headrace.v1.DescribeQueueResponse\x12n\n\x15\x44\x65scribeSubscriptions\x12).headrace.v1.DescribeSubscriptionsRequest\x1a*.headrace.v1.DescribeSubscriptionsResponse\x12J\n\tListMoves\x12\x1d.headrace.v1.ListMovesRequest\x1a\x1e.headrace.v1.ListMovesResponse\x12V\n\rExplainStream\x12!.headrace.v1.ExplainStreamRequest\x1a\".headrace.v1.ExplainStreamResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/proto/v1/observation.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/proto/v1/cluster.proto\x1a%headrace/proto/v1/subscriptions.proto\"7\n\x14\x44\x65scribeQueueRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\"\x92\x02\n\x15\x44\x65scribeQueueResponse\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12!\n\x05queue\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Queue\x12\x1a\n\x12\x63\x61\x63he_limit_events\x18\x03 \x01(\x04\x12\x10\n\x08pressure\x18\x04 \x01(\x08\x12)\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x18.headrace.v1.CacheBucket\x12)\n\x07\x63ursors\x18\x06 \x03(\x0b\x32\x18.headrace.v1.QueueCursor\x12\x17\n\x0freceived_events\x18\x07 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x08 \x01(\x04\x12\x13\n\x0bqueue_count\x18\t \x01(\r\"U\n\x0b\x43\x61\x63heBucket\x12\x0e\n\x06\x65vents\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0c\n\x04pins\x18\x03 \x01(\r\x12\x0b\n\x03low\x18\x04 \x01(\x04\x12\x0c\n\x04high\x18\x05 \x01(\x04\"\x8b\x01\n\x0bQueueCursor\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x11\n\twatermark\x18\x02 \x01(\x04\x12\x13\n\x06\x62ucket\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x0e\n\x06parked\x18\x05 \x01(\r\x12\x13\n\x0b\x63\x61tching_up\x18\x06 \x01(\x08\x42\t\n\x07_bucket\"t\n\x1c\x44\x65scribeSubscriptionsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62locked\x18\x03 \x01(\r\x12\x12\n\nhistory_ms\x18\x04 \x01(\r\x12\x0f\n\x07\x63ounted\x18\x05 \x01(\x08\"\xa7\x01\n\x1d\x44\x65scribeSubscriptionsResponse\x12,\n\x05parts\x18\x01 \x03(\x0b\x32\x1d.headrace.v1.SubscriptionPart\x12,\n\x0bleft_behind\x18\x02 \x03(\x0b\x32\x17.headrace.v1.LeftBehind\x12*\n\x08unserved\x18\x03 \x03(\x0b\x32\x18.headrace.v1.UnservedLag\"@\n\x0bUnservedLag\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x03lag\x18\x02 \x01(\x0b\x32\x16.headrace.v1.LagSample\">\n\nLeftBehind\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x02 \x01(\x04\x12\x0c\n\x04gaps\x18\x03 \x01(\x04\"\x8e\x03\n\x10SubscriptionPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65livered_events\x18\x05 \x01(\x04\x12\x0f\n\x07retries\x18\x06 \x01(\x04\x12\x15\n\rdead_lettered\x18\x07 \x01(\x04\x12\x0f\n\x07skipped\x18\x08 \x01(\x04\x12\x0c\n\x04gaps\x18\t \x01(\x04\x12\x11\n\tin_flight\x18\n \x01(\r\x12\r\n\x05ready\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x0e\n\x06parked\x18\r \x01(\r\x12\x0e\n\x06paused\x18\x0e \x01(\r\x12(\n\tconsumers\x18\x0f \x03(\x0b\x32\x15.headrace.v1.Consumer\x12+\n\x07\x62locked\x18\x10 \x03(\x0b\x32\x1a.headrace.v1.BlockedStream\x12$\n\x04lags\x18\x11 \x03(\x0b\x32\x16.headrace.v1.LagSample\x12\x0e\n\x06queues\x18\x12 \x01(\r\"\xbf\x01\n\rBlockedStream\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StreamName\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\r\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x17\n\nnext_in_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_next_in_ms\"\x85\x01\n\tLagSample\x12\r\n\x05\x61t_us\x18\x01 \x01(\x12\x12\x0f\n\x07\x62\x61tches\x18\x02 \x01(\x04\x12\x13\n\x06\x65vents\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10\x64\x65livered_events\x18\x05 \x01(\x04\x42\t\n\x07_eventsB\t\n\x07_age_ms\"\x12\n\x10ListMovesRequest\":\n\x11ListMovesResponse\x12%\n\x05moves\x18\x01 \x03(\x0b\x32\x16.headrace.v1.QueueMove\"~\n\tQueueMove\x12\r\n\x05\x61t_us\x18\x01 \x01(\x12\x12\x10\n\x08provider\x18\x02 \x01(\t\x12\r\n\x05queue\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x11\n\tfrom_silo\x18\x05 \x01(\t\x12\x0f\n\x07to_silo\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\"g\n\x14\x45xplainStreamRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\'\n\x06stream\x18\x02 \x01(\x0b\x32\x17.headrace.v1.StreamName\x12\x14\n\x0csubscription\x18\x03 \x01(\t\"M\n\x15\x45xplainStreamResponse\x12\x34\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x1e.headrace.v1.StreamExplanation\"S\n\x11StreamExplanation\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12(\n\x06\x63\x61uses\x18\x02 \x03(\x0b\x32\x18.headrace.v1.StreamCause\"-\n\x0bStreamCause\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x10\n\x08\x65vidence\x18\x02 \x01(\t2\x80\x03\n\x12ObservationService\x12V\n\rDescribeQueue\x12!.headrace.v1.DescribeQueueRequest\x1a\".headrace.v1.DescribeQueueResponse\x12n\n\x15\x44\x65scribeSubscriptions\x12).headrace.v1.DescribeSubscriptionsRequest\x1a*.headrace.v1.DescribeSubscriptionsResponse\x12J\n\tListMoves\x12\x1d.headrace.v1.ListMovesRequest\x1a\x1e.headrace.v1.ListMovesResponse\x12V\n\rExplainStream\x12!.headrace.v1.ExplainStreamRequest\x1a\".headrace.v1.ExplainStreamResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,30 +43,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUECURSOR']._serialized_end=685
   _globals['_DESCRIBESUBSCRIPTIONSREQUEST']._serialized_start=687
   _globals['_DESCRIBESUBSCRIPTIONSREQUEST']._serialized_end=803
-  _globals['_DESCRIBESUBSCRIPTIONSRESPONSE']._serialized_start=805
-  _globals['_DESCRIBESUBSCRIPTIONSRESPONSE']._serialized_end=928
-  _globals['_LEFTBEHIND']._serialized_start=930
-  _globals['_LEFTBEHIND']._serialized_end=992
-  _globals['_SUBSCRIPTIONPART']._serialized_start=995
-  _globals['_SUBSCRIPTIONPART']._serialized_end=1393
-  _globals['_BLOCKEDSTREAM']._serialized_start=1396
-  _globals['_BLOCKEDSTREAM']._serialized_end=1587
-  _globals['_LAGSAMPLE']._serialized_start=1590
-  _globals['_LAGSAMPLE']._serialized_end=1723
-  _globals['_LISTMOVESREQUEST']._serialized_start=1725
-  _globals['_LISTMOVESREQUEST']._serialized_end=1743
-  _globals['_LISTMOVESRESPONSE']._serialized_start=1745
-  _globals['_LISTMOVESRESPONSE']._serialized_end=1803
-  _globals['_QUEUEMOVE']._serialized_start=1805
-  _globals['_QUEUEMOVE']._serialized_end=1931
-  _globals['_EXPLAINSTREAMREQUEST']._serialized_start=1933
-  _globals['_EXPLAINSTREAMREQUEST']._serialized_end=2036
-  _globals['_EXPLAINSTREAMRESPONSE']._serialized_start=2038
-  _globals['_EXPLAINSTREAMRESPONSE']._serialized_end=2115
-  _globals['_STREAMEXPLANATION']._serialized_start=2117
-  _globals['_STREAMEXPLANATION']._serialized_end=2200
-  _globals['_STREAMCAUSE']._serialized_start=2202
-  _globals['_STREAMCAUSE']._serialized_end=2247
-  _globals['_OBSERVATIONSERVICE']._serialized_start=2250
-  _globals['_OBSERVATIONSERVICE']._serialized_end=2634
+  _globals['_DESCRIBESUBSCRIPTIONSRESPONSE']._serialized_start=806
+  _globals['_DESCRIBESUBSCRIPTIONSRESPONSE']._serialized_end=973
+  _globals['_UNSERVEDLAG']._serialized_start=975
+  _globals['_UNSERVEDLAG']._serialized_end=1039
+  _globals['_LEFTBEHIND']._serialized_start=1041
+  _globals['_LEFTBEHIND']._serialized_end=1103
+  _globals['_SUBSCRIPTIONPART']._serialized_start=1106
+  _globals['_SUBSCRIPTIONPART']._serialized_end=1504
+  _globals['_BLOCKEDSTREAM']._serialized_start=1507
+  _globals['_BLOCKEDSTREAM']._serialized_end=1698
+  _globals['_LAGSAMPLE']._serialized_start=1701
+  _globals['_LAGSAMPLE']._serialized_end=1834
+  _globals['_LISTMOVESREQUEST']._serialized_start=1836
+  _globals['_LISTMOVESREQUEST']._serialized_end=1854
+  _globals['_LISTMOVESRESPONSE']._serialized_start=1856
+  _globals['_LISTMOVESRESPONSE']._serialized_end=1914
+  _globals['_QUEUEMOVE']._serialized_start=1916
+  _globals['_QUEUEMOVE']._serialized_end=2042
+  _globals['_EXPLAINSTREAMREQUEST']._serialized_start=2044
+  _globals['_EXPLAINSTREAMREQUEST']._serialized_end=2147
+  _globals['_EXPLAINSTREAMRESPONSE']._serialized_start=2149
+  _globals['_EXPLAINSTREAMRESPONSE']._serialized_end=2226
+  _globals['_STREAMEXPLANATION']._serialized_start=2228
+  _globals['_STREAMEXPLANATION']._serialized_end=2311
+  _globals['_STREAMCAUSE']._serialized_start=2313
+  _globals['_STREAMCAUSE']._serialized_end=2358
+  _globals['_OBSERVATIONSERVICE']._serialized_start=2361
+  _globals['_OBSERVATIONSERVICE']._serialized_end=2745
 # @@protoc_insertion_point(module_scope)

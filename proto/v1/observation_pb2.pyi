@@ -226,6 +226,7 @@ class DescribeSubscriptionsResponse(_message.Message):
 
     PARTS_FIELD_NUMBER: _builtins.int
     LEFT_BEHIND_FIELD_NUMBER: _builtins.int
+    UNSERVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionPart]:
         """By name and silo. A subscription that no silo serves is missing."""
@@ -234,19 +235,52 @@ class DescribeSubscriptionsResponse(_message.Message):
     def left_behind(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftBehind]:
         """If they were counted: the dead letters and gap records of each subscription, also of one that no silo serves."""
 
+    @_builtins.property
+    def unserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnservedLag]:
+        """The lag of subscriptions in the queues of silos that do not serve them, by name."""
+
     def __init__(
         self,
         *,
         parts: _abc.Iterable[Global___SubscriptionPart] | None = ...,
         left_behind: _abc.Iterable[Global___LeftBehind] | None = ...,
+        unserved: _abc.Iterable[Global___UnservedLag] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_behind", b"left_behind", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_behind", b"left_behind", "parts", b"parts", "unserved", b"unserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeSubscriptionsResponse: _TypeAlias = DescribeSubscriptionsResponse  # noqa: Y015
+
+@_typing.final
+class UnservedLag(_message.Message):
+    """The lag of a subscription in the queues of a silo that does not serve it, by its saved progress."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the subscription."""
+    @_builtins.property
+    def lag(self) -> Global___LagSample:
+        """The last sample."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        lag: Global___LagSample | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lag", b"lag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag", b"lag", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnservedLag: _TypeAlias = UnservedLag  # noqa: Y015
 
 @_typing.final
 class LeftBehind(_message.Message):

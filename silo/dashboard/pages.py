@@ -59,6 +59,7 @@ class OverviewPage(PageSource):
         subscriptions = [row for rows in found for row in rows]
         queues = queue_rows(cluster)
         return {
+            "providers": names,
             "silos": [silo_row(silo) for silo in cluster.silos],
             "queues": queues,
             "subscriptions": subscriptions,
@@ -80,7 +81,10 @@ class OverviewPage(PageSource):
                 "name": one.name,
                 "selector": one.selector,
                 "mode": mode_of(one),
-                **merged_parts([part for part in found.parts if part.name == one.name]),
+                **merged_parts(
+                    [part for part in found.parts if part.name == one.name],
+                    [unserved.lag for unserved in found.unserved if unserved.name == one.name],
+                ),
                 **self._left.get((provider, one.name), {}),
             }
             for one in definitions
@@ -147,7 +151,8 @@ class SubscriptionPage(PageSource):
             self._found = await self.calls.subscription(self.provider, name)
         self._frames += 1
         found = self._found
-        parts = (await self.calls.parts(self.provider, name, blocked=MAX_BLOCKED, history_ms=HISTORY_MS)).parts
+        answer = await self.calls.parts(self.provider, name, blocked=MAX_BLOCKED, history_ms=HISTORY_MS)
+        parts = answer.parts
         definition = found.definition
         blocked = [blocked_row(one) for part in parts for one in part.blocked]
         if not parts:
@@ -158,14 +163,14 @@ class SubscriptionPage(PageSource):
             "selector": definition.selector,
             "mode": mode_of(definition),
             "on_failure": wire.definition_of(definition).on_failure.value.replace("-", " "),
-            **merged_parts(parts),
+            **merged_parts(parts, [unserved.lag for unserved in answer.unserved]),
             "dead_letters": found.dead_letters,
             "gaps": found.gaps,
             "series": lag_series(parts),
             "silos": [{"silo": part.silo, "state": part.state, "queues": part.queues} for part in parts],
             "consumers": [consumer_row(part.silo, one) for part in parts for one in part.consumers],
             "blocked": blocked[:MAX_BLOCKED],
-            "blocked_total": sum(part.waiting + part.paused for part in parts),
+            "blocked_total": sum(part.waiting + part.paused for part in parts) if parts else len(blocked),
             "progress": [
                 {
                     "queue": one.queue,
@@ -267,22 +272,25 @@ def silo_row(silo: cluster_pb2.Silo) -> dict[str, Any]:
 
 
 def queue_row(provider: str, silo: str, queue: cluster_pb2.Queue) -> dict[str, Any]:
+    """Return a queue. None: not known, or not for a viewer of some namespaces."""
+    has_cache = queue.cache_limit_bytes > 0  # a silo that describes its cache never has 0 here
+    is_counted = queue.HasField("lag_batches")
     return {
         "provider": provider,
         "index": queue.index,
         "silo": silo,
         "state": queue.state or "unknown",
         "reason": queue.reason,
-        "epoch": queue.epoch,
-        "read_offset": queue.read_offset,
-        "end_offset": queue.end_offset,
-        "cached_bytes": queue.cached_bytes,
-        "cache_limit_bytes": queue.cache_limit_bytes,
-        "cached_events": queue.cached_events,
+        "epoch": queue.epoch or None,
+        "read_offset": queue.read_offset if has_cache else None,
+        "end_offset": queue.end_offset if is_counted else None,
+        "cached_bytes": queue.cached_bytes if has_cache else None,
+        "cache_limit_bytes": queue.cache_limit_bytes if has_cache else None,
+        "cached_events": queue.cached_events if has_cache else None,
         "lag_batches": optional(queue, "lag_batches"),
         "lag_events": optional(queue, "lag_events"),
         "lag_ms": optional(queue, "lag_ms"),
-        "delayed_events": queue.delayed_events,
+        "delayed_events": queue.delayed_events if is_counted else None,
     }
 
 

@@ -24,10 +24,11 @@ LATE_MS = 60_000
 """A subscription whose oldest event is older than this is named, in milliseconds."""
 
 
-def merged_parts(parts: Sequence[SubscriptionPart]) -> dict[str, Any]:
-    """Return a subscription over all silos. Its state is the worst of them."""
+def merged_parts(parts: Sequence[SubscriptionPart], unserved: Sequence[LagSample] = ()) -> dict[str, Any]:
+    """Return a subscription over all silos. Its state is the worst of them. `unserved`: its lag at silos that do not
+    serve it."""
     worst = min(parts, key=lambda part: _rank(part.state), default=None)
-    lags = [part.lags[-1] for part in parts if part.lags]
+    lags = [*(part.lags[-1] for part in parts if part.lags), *unserved]
     consumers = [one for part in parts for one in part.consumers]
     return {
         "state": "not served" if worst is None else worst.state,
@@ -77,7 +78,9 @@ def problems_of(
         for silo in cluster.silos
         if silo.state in ("dead", "unreachable")
     ]
-    found = [*silent, *map(_problem_of_queue, queues), *map(_problem_of_subscription, subscriptions)]
+    several = len({row["provider"] for row in (*queues, *subscriptions)}) > 1
+    names = [f"{one['provider']}/{one['name']}" if several else one["name"] for one in subscriptions]
+    found = [*silent, *map(_problem_of_queue, queues), *map(_problem_of_subscription, names, subscriptions)]
     problems = [problem for problem in found if problem is not None]
     return sorted(problems, key=lambda problem: problem["severity"] != "bad")
 
@@ -91,14 +94,15 @@ def _problem_of_queue(queue: Mapping[str, Any]) -> dict[str, Any] | None:
     return _problem(severity, _with_reason(text, queue["reason"]), "queue", options)
 
 
-def _problem_of_subscription(one: Mapping[str, Any]) -> dict[str, Any] | None:
+def _problem_of_subscription(name: str, one: Mapping[str, Any]) -> dict[str, Any] | None:
     options = {"provider": one["provider"], "name": one["name"]}
-    if one["state"] in _PROBLEMS:
+    missed = one["state"] == "not served" and one["lag_batches"]
+    if one["state"] in _PROBLEMS or missed:
         severity = "bad" if one["state"] in ("faulted", "blocked", "held") else "odd"
-        text = f"subscription {one['name']} is {one['state']}"
+        text = f"subscription {name} is {one['state']}"
         return _problem(severity, _with_reason(text, one["reason"]), "subscription", options)
     if (one["lag_ms"] or 0) > LATE_MS:
-        text = f"subscription {one['name']} is {one['lag_ms'] // 1000} s late"
+        text = f"subscription {name} is {one['lag_ms'] // 1000} s late"
         return _problem("odd", text, "subscription", options)
     return None
 

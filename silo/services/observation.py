@@ -95,17 +95,25 @@ class ObservationService:
         listed = {one.name: one for one in stored if request.name in ("", one.name) and is_listed(call, one)}
         if call.principal is PEER or self._silo.clustered_silo is None:
             parts = self._parts(provider, listed, request)
+            unserved = [
+                pb.UnservedLag(name=name, lag=pb.LagSample(**lag._asdict()))
+                for name, lag in self._history.unserved(provider.name).items()
+                if name in listed
+            ]
         else:
             method = "ObservationService/DescribeSubscriptions"
             answers = await self._ask_all(method, message, pb.DescribeSubscriptionsResponse)
             parts = [part for answer in answers for part in answer.parts if part.name in listed]
             parts.sort(key=lambda part: (part.name, part.silo))
+            unserved = [one for answer in answers for one in answer.unserved if one.name in listed]
+            unserved.sort(key=lambda one: one.name)
         if not sees_everything(call.principal):
-            _hide_amounts(parts)
+            _hide_amounts([*(lag for part in parts for lag in part.lags), *(one.lag for one in unserved)])
         counts: list[pb.LeftBehind] = []
         if request.counted and call.principal is not PEER:
             counts = [pb.LeftBehind(name=name, **await left_behind(call, provider, listed[name])) for name in listed]
-        return pb.DescribeSubscriptionsResponse(parts=parts, left_behind=counts).SerializeToString()
+        answer = pb.DescribeSubscriptionsResponse(parts=parts, left_behind=counts, unserved=unserved)
+        return answer.SerializeToString()
 
     def _parts(
         self,
@@ -214,10 +222,9 @@ def _blocked(served: Sequence[ServedSubscription]) -> Iterator[pb.BlockedStream]
                     )
 
 
-def _hide_amounts(parts: Sequence[pb.SubscriptionPart]) -> None:
+def _hide_amounts(lags: Sequence[pb.LagSample]) -> None:
     """Remove the numbers that count the events of other clients in the same queues, too."""
-    for part in parts:
-        for lag in part.lags:
-            lag.batches = 0
-            lag.ClearField("events")
-            lag.ClearField("age_ms")
+    for lag in lags:
+        lag.batches = 0
+        lag.ClearField("events")
+        lag.ClearField("age_ms")

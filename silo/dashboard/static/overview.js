@@ -44,7 +44,7 @@ function queueStrip(queues) {
     providers.length > 1 || provider !== "default" ? h("h3", null, provider) : null,
     h("ul", { class: "cells" }, queues.filter((one) => one.provider === provider).map((one) => {
       const full = one.cache_limit_bytes ? Math.min(one.cached_bytes / one.cache_limit_bytes, 1) : 0;
-      const label = `queue ${one.index}: ${one.state}${one.reason ? `, ${one.reason}` : ""}; lag ${compact(one.lag_events ?? one.lag_batches)}; cache ${bytes(one.cached_bytes ?? 0)}`;
+      const label = `queue ${one.index}: ${one.state}${one.reason ? `, ${one.reason}` : ""}; lag ${compact(one.lag_events ?? one.lag_batches)}; cache ${bytes(one.cached_bytes)}`;
       return h("li", { key: `${provider}/${one.index}` }, h("a", { class: `cell ${kindOf(one.state)}`, href: address("queue", { provider, queue: one.index }), title: label, "aria-label": label },
         h("span", { class: "fill", wide: `${Math.round(full * 100)}%` }),
         h("b", null, one.index), h("small", null, one.state), h("small", { class: "quiet" }, one.lag_ms ? duration(one.lag_ms) : one.silo || "no silo")));
@@ -75,6 +75,7 @@ function worstFirst(one, other) {
 }
 
 function inflow(queues, state) {
+  if (highest(queues, "end_offset") === null) return null;
   const now = performance.now();
   const end = sum(queues, "end_offset");
   state.ends = [...(state.ends ?? []), [now, end]].slice(-6);

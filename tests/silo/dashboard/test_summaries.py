@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from headrace.proto.v1.cluster_pb2 import Cluster, Silo
+from headrace.proto.v1.cluster_pb2 import Cluster, Queue, Silo
 from headrace.proto.v1.observation_pb2 import LagSample, SubscriptionPart
+from headrace.silo.dashboard.pages import queue_row
 from headrace.silo.dashboard.summaries import STEP_US, lag_series, merged_parts, problems_of
 
 
@@ -32,6 +33,21 @@ def test_a_subscription_of_no_silo_is_not_served_and_its_lag_is_not_known():
     assert merged["state"] == "not served"
     assert merged["lag_events"] is None
     assert merged["lag_ms"] is None
+
+
+def test_the_lag_counts_the_queues_of_silos_that_do_not_serve_the_subscription():
+    nowhere = merged_parts([], [lag(1, 5, age_ms=700), lag(1, 2, age_ms=900)])
+    assert (nowhere["state"], nowhere["lag_events"], nowhere["lag_ms"]) == ("not served", 7, 900)
+    partly = merged_parts([part("running", lag(1, 1, age_ms=1))], [lag(1, 2, age_ms=900)])
+    assert (partly["state"], partly["lag_events"], partly["lag_ms"]) == ("running", 3, 900)
+
+
+def test_amounts_that_a_viewer_may_not_see_are_not_0():
+    hidden = queue_row("default", "a", Queue(index=3, state="running"))
+    names = ("read_offset", "end_offset", "cached_bytes", "cache_limit_bytes", "cached_events", "delayed_events")
+    assert [hidden[name] for name in names] == [None] * 6
+    empty = queue_row("default", "a", Queue(index=3, state="running", cache_limit_bytes=9, lag_batches=0))
+    assert (empty["read_offset"], empty["end_offset"], empty["cached_bytes"], empty["delayed_events"]) == (0, 0, 0, 0)
 
 
 def test_an_unknown_lag_is_not_0():
@@ -73,3 +89,14 @@ def test_problems_are_named_the_worst_first():
         ("odd", "queue default/1 is throttled: the slowest consumer"),
         ("odd", "subscription late is 61 s late"),
     ]
+
+
+def test_a_subscription_that_no_silo_serves_is_named_if_events_wait():
+    missed = {"provider": "default", "name": "missed", **merged_parts([], [lag(1, 5, age_ms=700)])}
+    idle = {"provider": "default", "name": "idle", **merged_parts([], [lag(1, 0)])}
+    unknown = {"provider": "shop", "name": "unknown", **merged_parts([])}
+    reason = "no silo has a handler for it, and no consumer is attached"
+    (problem,) = problems_of(Cluster(), [], [missed, idle])
+    assert problem["text"] == f"subscription missed is not served: {reason}"
+    (problem,) = problems_of(Cluster(), [], [missed, idle, unknown])
+    assert problem["text"] == f"subscription default/missed is not served: {reason}"

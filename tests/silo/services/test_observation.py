@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace import Event, RetryPolicy, Start
+from headrace import Event, Provider, RetryPolicy, Start, StreamId
 from headrace.proto.v1 import observation_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
-from headrace.streams.subscriptions import OnFailure
+from headrace.streams.subscriptions import OnFailure, Selector, SubscriptionDefinition
+from headrace.streams.wording import MAX_REASON
 from tests.silo.clusters import PATIENCE_S, clustered, queues
 from tests.silo.services.calling import Allowed, Caller, Refused, batch, connecting, make_tokens, opened
 
@@ -65,7 +66,7 @@ async def test_a_queue_is_described_with_its_buckets_and_cursors(tmp_path: Path)
 
 async def test_a_stream_that_waits_for_its_next_attempt_has_the_reason(tmp_path: Path):
     async def fail(event: Event) -> None:
-        raise ValueError("no such customer")
+        raise ValueError("no such customer" + 20_000 * "!")
 
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
         await silo.providers["default"].subscribe("bills", "shop/*", fail, retry=LATER)
@@ -74,6 +75,7 @@ async def test_a_stream_that_waits_for_its_next_attempt_has_the_reason(tmp_path:
         (blocked,) = part.blocked
         assert (blocked.stream.namespace, blocked.stream.key, blocked.state) == ("shop", "1", "waiting")
         assert "no such customer" in blocked.reason
+        assert len(blocked.reason) == MAX_REASON
         assert (blocked.offset, blocked.attempts) == (0, 1)
         assert 0 < blocked.next_in_ms <= 200_000
         assert (part.state, part.queues) == ("retrying", 2)
@@ -83,7 +85,7 @@ async def test_a_stream_that_waits_for_its_next_attempt_has_the_reason(tmp_path:
 
 async def test_a_paused_stream_has_the_reason(tmp_path: Path):
     async def fail(event: Event) -> None:
-        raise ValueError("broken")
+        raise ValueError("broken" + 20_000 * "!")
 
     once = RetryPolicy(max_attempts=1)
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
@@ -91,7 +93,8 @@ async def test_a_paused_stream_has_the_reason(tmp_path: Path):
         await provider.subscribe("bills", "shop/*", fail, retry=once, on_failure=OnFailure.PAUSE, circuit_breaker=False)
         await caller.publish(batch("shop/1", b"a"))
         part = await until(caller, lambda part: part.paused == 1, blocked=5)
-        assert [(one.state, "broken" in one.reason) for one in part.blocked] == [("paused", True)]
+        (blocked,) = part.blocked
+        assert (blocked.state, "broken" in blocked.reason, len(blocked.reason)) == ("paused", True, MAX_REASON)
 
 
 async def test_the_lag_of_a_subscription_is_sampled(tmp_path: Path):
@@ -111,6 +114,38 @@ async def test_the_lag_of_a_subscription_is_sampled(tmp_path: Path):
         assert [lag.at_us for lag in part.lags] == sorted(lag.at_us for lag in part.lags)
         (last,) = (await describe(caller))[0].lags
         assert last.batches == 1
+
+
+async def test_a_subscription_that_no_silo_serves_has_its_lag(tmp_path: Path):
+    async with Provider.open(tmp_path, queues=2) as provider:
+        for name, selector in (("mine", "shop/*"), ("theirs", "bank/*")):
+            await provider.create_subscription(
+                SubscriptionDefinition(name=name, selector=Selector(selector), start=Start.earliest())
+            )
+        await provider.publish(StreamId("shop", "1"), [b"a", b"b"])
+    tokens = await make_tokens(tmp_path, all=Allowed(manage=["*"]), shop=Allowed(manage=["shop"]))
+
+    async def unserved(caller: Caller) -> list[pb.UnservedLag]:
+        request = pb.DescribeSubscriptionsRequest()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                answer = await caller.ask(
+                    f"{OBSERVATION}/DescribeSubscriptions", request, pb.DescribeSubscriptionsResponse
+                )
+                assert not answer.parts
+                if answer.unserved:
+                    return list(answer.unserved)
+                await asyncio.sleep(0.05)
+
+    async with opened(tmp_path, auth="tokens") as silo:
+        async with connecting(silo.grpc_address or "", tokens["all"]) as caller:
+            mine = (await unserved(caller))[0]
+            assert (mine.name, mine.lag.events, mine.lag.batches) == ("mine", 2, 1)
+            assert mine.lag.age_ms > 0
+        async with connecting(silo.grpc_address or "", tokens["shop"]) as caller:
+            (hidden,) = await unserved(caller)
+            assert (hidden.name, hidden.lag.batches, hidden.lag.HasField("events")) == ("mine", 0, False)
+            assert not hidden.lag.HasField("age_ms")
 
 
 async def test_a_tenant_sees_its_own_subscriptions_and_no_amounts_of_others(tmp_path: Path):
