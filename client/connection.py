@@ -566,3 +566,16 @@ class GrpcTransport(Transport):
                 else aio.secure_channel(target, self._credentials, options=_OPTIONS)
             )
         return channel
+
+
+async def open_once(transport: GrpcTransport, timeout_s: float) -> None:
+    """Open a transport with one attempt at each address. Raise Unavailable at once if all refuse the connection;
+    an address that is silent takes `timeout_s`. Raise the other errors of `GrpcTransport.open`, too."""
+    await transport.prepare()
+    for left in reversed(range(len(transport.addresses))):
+        try:
+            await transport.unary("ClusterService/DescribeCluster", THIS_SILO_ONLY, timeout_s=timeout_s)
+            return
+        except Unavailable:  # the next call goes to the next address
+            if not left:
+                raise

@@ -12,7 +12,7 @@ import click
 from ...silo.addresses import check_store
 from ...streams.errors import HeadraceError
 from .help import CommandGroup
-from .options import SiloPlace, calling, data_option, provider_option, server_options, store_option
+from .options import NumberRange, SiloPlace, calling, data_option, provider_option, server_options, store_option
 from .output import json_option, note, print_json, print_table
 from .running import run
 
@@ -25,7 +25,7 @@ ASK_S = 30.0
 """How long the description of the cluster may take, in seconds."""
 
 _drain_option = click.option(
-    "--timeout", "drain_s", type=click.FloatRange(min=0, min_open=True, max=86400.0), metavar="SECONDS",
+    "--timeout", "drain_s", type=NumberRange(min=0, min_open=True, max=86400.0), metavar="SECONDS",
     help="How long running handlers may take to end.  [default: the silo's drain_s]",
 )  # fmt: skip
 _queue_option = click.option(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 import msgspec
@@ -55,6 +56,16 @@ ProviderPlace = DataPlace | SiloPlace
 _place_option = functools.partial(click.option, cls=SectionedOption, section="Data directory or silo")
 _connection_option = functools.partial(click.option, cls=SectionedOption, section="Connection to the silo")
 _queue_option = functools.partial(click.option, cls=SectionedOption, section="Queues of the provider, with --data")
+
+
+class NumberRange(click.FloatRange):
+    """A number in a range. `nan` is refused: click accepts it in each range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 class DataPath(click.Path):
@@ -131,9 +142,10 @@ _FLAGS = {
 _CREDENTIALS = ("token", "ca", "certificate", "key", "tls", "insecure")
 
 
-def provider_option(command: Callable[..., Any]) -> Callable[..., Any]:
+def provider_option(command: Callable[..., Any], *, shown_default: str | Literal[True] = True) -> Callable[..., Any]:
+    """`--provider`. `shown_default` is the help's text of the default, if it is not that of the option."""
     return _place_option(
-        "--provider", default="default", show_default=True, envvar="HEADRACE_PROVIDER", show_envvar=True,
+        "--provider", default="default", show_default=shown_default, envvar="HEADRACE_PROVIDER", show_envvar=True,
         metavar="NAME", help="Provider of the data directory or silo.",
     )(command)  # fmt: skip
 
@@ -177,10 +189,11 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_server
 
 
-def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--data` or `--server`, with the options of each, passed to the command as `place`."""
+def place_options(command: Callable[..., Any], *, shown_default: str | Literal[True] = True) -> Callable[..., Any]:
+    """`--data` or `--server`, with the options of each, passed to the command as `place`. `shown_default`: as in
+    `provider_option`."""
 
-    @optional_place_options
+    @functools.partial(optional_place_options, shown_default=shown_default)
     @functools.wraps(command)
     def with_place(*args: Any, place: ProviderPlace | None, **options: Any) -> Any:
         if place is None:
@@ -190,7 +203,9 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_place
 
 
-def optional_place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def optional_place_options(
+    command: Callable[..., Any], *, shown_default: str | Literal[True] = True
+) -> Callable[..., Any]:
     """The same, where `place` is None if neither is given."""
 
     @data_option(required=False)
@@ -198,7 +213,7 @@ def optional_place_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--server", envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
         help="Silo, instead of a data directory. Several with commas: if one does not answer, the next is tried.",
     )  # fmt: skip
-    @provider_option
+    @functools.partial(provider_option, shown_default=shown_default)
     @_credential_options
     @functools.wraps(command)
     def with_place(*args: Any, data: Path | None, server: str | None, provider: str, **options: Any) -> Any:
@@ -233,6 +248,11 @@ def _server(address: str, provider: str, options: Mapping[str, Any]) -> SiloPlac
 def typed(name: str) -> bool:
     """Whether an option comes from the command line."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def given(name: str) -> bool:
+    """Whether an option comes from the command line, or from its variable."""
+    return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def check_how(place: ProviderPlace, how: Mapping[str, Any]) -> None:
@@ -346,9 +366,12 @@ async def connected(server: SiloPlace) -> AsyncGenerator[Client]:
 
 
 @asynccontextmanager
-async def calling(server: SiloPlace) -> AsyncGenerator[GrpcTransport]:
-    """Open a connection to a silo for an `async with` block. Raises Unavailable if no silo answers."""
-    from ...client.connection import GrpcTransport, Tls  # noqa: PLC0415 (it loads grpc)
+async def calling(server: SiloPlace, *, patient: bool = True) -> AsyncGenerator[GrpcTransport]:
+    """Open a connection to a silo for an `async with` block. Raises Unavailable if no silo answers.
+
+    Unless `patient`, it does so at once if each address refuses the connection.
+    """
+    from ...client.connection import GrpcTransport, Tls, open_once  # noqa: PLC0415 (it loads grpc)
 
     try:
         tls = None if server.tls is None else Tls(**server.tls)
@@ -356,7 +379,7 @@ async def calling(server: SiloPlace) -> AsyncGenerator[GrpcTransport]:
     except HeadraceError as error:
         raise _as_typed(error) from None
     try:
-        await connection.open(CONNECT_S)
+        await (connection.open(CONNECT_S) if patient else open_once(connection, CONNECT_S))
         yield connection
     except HeadraceError as error:
         raise _as_typed(error) from None

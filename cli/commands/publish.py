@@ -23,7 +23,16 @@ from ...streams.wording import counted
 from .help import SectionedCommand
 from .journal import ControlStoreJournals, FileReader, JournalStore, PublishJournal, UserFileJournals, state_folder
 from .lines import BadLine, LineFormat, NumberedLines, read_lines
-from .options import ProviderPlace, SiloPlace, check_how, connected, creation_options, opened, place_options
+from .options import (
+    NumberRange,
+    ProviderPlace,
+    SiloPlace,
+    check_how,
+    connected,
+    creation_options,
+    opened,
+    place_options,
+)
 from .output import json_option, note, print_json
 from .progress import Advance, progress
 from .running import run
@@ -53,7 +62,7 @@ PublishMany = Callable[..., Awaitable[object]]
 )
 @click.option(
     "--delay",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     metavar="SECONDS",
     help="Deliver the events this much later. Needs an adapter with delays, such as redis, or the provider's delays.",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -13,7 +14,7 @@ import click
 from ...streams.background import BackgroundTasks, end
 from ...streams.errors import HeadraceError
 from .help import SectionedCommand
-from .options import ProviderPlace, SiloPlace, adapter_options, calling, opened, place_options, typed
+from .options import NumberRange, ProviderPlace, SiloPlace, adapter_options, calling, given, opened, place_options
 from .output import json_option, print_json
 from .running import run
 
@@ -29,10 +30,10 @@ SLOW_S = 3.0
 
 
 @click.command("top", cls=SectionedCommand)
-@place_options
+@functools.partial(place_options, shown_default="all of a silo; default with --data")
 @adapter_options
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.25, max=60.0), default=1.0, show_default=True,
+    "--interval", "interval_s", type=NumberRange(min=0.25, max=60.0), default=1.0, show_default=True,
     metavar="SECONDS", help="Time between two refreshes.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print one screen, and end. Default without a terminal.")
@@ -55,8 +56,8 @@ async def _source(place: ProviderPlace) -> AsyncGenerator[tuple[ContentSource, s
 
     async with AsyncExitStack() as stack:
         if isinstance(place, SiloPlace):
-            transport = await stack.enter_async_context(calling(place))
-            yield SiloSource(transport, place.provider if typed("provider") else ""), place.address
+            transport = await stack.enter_async_context(calling(place, patient=False))
+            yield SiloSource(transport, place.provider if given("provider") else ""), place.address
         else:
             provider = await stack.enter_async_context(opened(place))
             yield DataSource(provider), str(place.data)

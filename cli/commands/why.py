@@ -71,7 +71,7 @@ async def _explain(place: ProviderPlace, stream: StreamId, name: str) -> Sequenc
 
     request = pb.ExplainStreamRequest(provider=place.provider, subscription=name)
     request.stream.namespace, request.stream.key = stream.namespace, stream.key
-    async with calling(place) as connection:
+    async with calling(place, patient=False) as connection:
         answer = await connection.unary(
             "ObservationService/ExplainStream", request.SerializeToString(), timeout_s=ANSWER_S
         )

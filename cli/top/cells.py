@@ -105,10 +105,21 @@ def line_of(columns: Sequence[Column], cells: Sequence[str], width: int) -> str:
 
 
 def _sized(text: str, width: int, *, right: bool) -> str:
-    if right:
-        text = f"{set_cell_size(text, width - 1)}…" if cell_len(text) > width else text
-        return " " * (width - cell_len(text)) + text
-    return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…", width)
+    text = cut(text, width)
+    space = " " * (width - cell_len(text))
+    return space + text if right else text + space
+
+
+def cut(text: str, width: int) -> str:
+    """Return a text in at most `width` cells. A longer one loses its middle: many names differ at their ends."""
+    if cell_len(text) <= width:
+        return text
+    end = ""
+    for character in reversed(text):
+        if cell_len(character + end) > (width - 1) // 2:
+            break
+        end = character + end
+    return f"{set_cell_size(text, width - 1 - cell_len(end))}…{end}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

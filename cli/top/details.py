@@ -79,17 +79,22 @@ def _cursor_line(cursor: Mapping[str, Any], buckets: Sequence[Mapping[str, Any]]
     return Text(line, style="yellow" if outside or cursor["catching_up"] else "")
 
 
-def subscription_lines(content: Content, width: int) -> list[Text]:
+def subscription_lines(name: str, content: Content, width: int) -> list[Text]:
     """Draw a subscription: its consumers, the one with the least credit first, and the streams that are blocked."""
     state = content.get("state") or ABSENT
-    title = [f"subscription {printable(content['name'])}", state, printable(content["selector"]), content["mode"]]
+    title = [f"subscription {printable(name)}", state, printable(content["selector"]), content["mode"]]
     lines = [Text("  ".join(title), style="bold")]
     if content.get("reason"):
         lines.append(Text(printable(content["reason"]), style=style_of(content)))
     lines.append(
         Text(
             f"late {seconds(content.get('lag_ms'))}  lag {number(content.get('lag_events'))} events"
-            f"  out {number(content.get('rate'))}/s  running {number(content.get('in_flight'))}"
+            f"  out {number(content.get('rate'))}/s"
+        )
+    )
+    lines.append(
+        Text(
+            f"running {number(content.get('in_flight'))}"
             f"  ready {number(content.get('ready'))}  parked {number(content.get('parked'))}"
             f"  dead letters {number(content.get('dead_letters'))}  gaps {number(content.get('gaps'))}"
         )
@@ -113,6 +118,8 @@ def subscription_lines(content: Content, width: int) -> list[Text]:
             Text(f"{counted(content['blocked_total'], 'blocked stream')}", style="bold"),
             *(Text(_blocked(one), style="yellow") for one in content["blocked"]),
         ]
+        if (left := content["blocked_total"] - len(content["blocked"])) > 0:
+            lines.append(Text(f"and {left:,} more", style="dim"))
     return lines
 
 

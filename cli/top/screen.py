@@ -26,11 +26,12 @@ from .details import queue_lines, subscription_lines
 from .sources import Content
 
 MIN_WIDTH = 40
+SILENT = ("dead", "unreachable")
 PROBLEMS = 3
 """Most lines of problems above a table."""
 HELP = (
     "1  subscriptions          2  queues              3  silos",
-    "↑ ↓ or k j  choose a row  enter  show details    esc  back",
+    "↑ ↓ or k j  choose a row, scroll details  enter  show details  esc  back",
     "/  filter by text         s  sort by the next column    r  reverse the order",
     "p  freeze the screen      + -  refresh more or less often",
     "?  this help              q  quit",
@@ -48,6 +49,10 @@ def _cache(row: Mapping[str, Any]) -> float | None:
     return row["cached_bytes"] / limit if limit else None
 
 
+def _title(row: Mapping[str, Any]) -> str:
+    return row.get("title") or row["name"]
+
+
 def _bar(share: float | None) -> str:
     if share is None:
         return ABSENT
@@ -56,7 +61,7 @@ def _bar(share: float | None) -> str:
 
 
 SUBSCRIPTIONS: Sequence[Column] = (
-    text_column("name", "SUBSCRIPTION", 14),
+    Column("SUBSCRIPTION", 14, lambda row: printable(_title(row)), _title, right=False),
     _STATE,
     _LATE,
     number_column("lag_events", "LAG", 7),
@@ -100,6 +105,8 @@ class TopScreen:
     target: tuple[str, str] | None = None
     """The provider, and the subscription or the number of the queue, whose details are shown."""
     chosen: int = 0
+    scrolled: int = 0
+    """Lines of the details above the first one that is shown."""
     filter: str = ""
     typing: bool = False
     """The keys are text of the filter."""
@@ -136,6 +143,7 @@ class TopScreen:
         if rows and self.target is None and self.table != "silos":
             row = rows[min(self.chosen, len(rows) - 1)]
             self.target = row["provider"], str(row["index"] if self.table == "queues" else row["name"])
+            self.scrolled = 0
 
     def go_back(self, _: Sequence[Mapping[str, Any]]) -> None:
         if self.target is not None:
@@ -144,7 +152,14 @@ class TopScreen:
             self.filter = ""
 
     def move(self, step: int, count: int) -> None:
-        self.chosen = max(min(self.chosen + step, count - 1), 0)
+        """Choose another row; if details are shown, scroll them."""
+        if self.target is not None:
+            self.scrolled = max(self.scrolled + step, 0)
+        else:
+            self.chosen = max(min(self.chosen + step, count - 1), 0)
+
+    def search(self, _: Sequence[Mapping[str, Any]]) -> None:
+        self.typing, self.filter = True, ""
 
     def sort(self, _: Sequence[Mapping[str, Any]]) -> None:
         self._sorted_by[self.table] = (self._sorted_by.get(self.table, -1) + 1) % len(TABLES[self.table])
@@ -155,8 +170,13 @@ class TopScreen:
     # ---- drawing ---------------------------------------------------------------------------------------------------
 
     def rows(self, content: Content) -> list[Mapping[str, Any]]:
-        """Return the rows of the table in their order: the worst first, unless a column was chosen."""
-        rows = [row for row in content[self.table] if self.filter.lower() in _searched(row)]
+        """Return the rows of the table in their order: the worst first, unless a column was chosen.
+
+        If there are several providers, a subscription has a `title` with its provider.
+        """
+        rows: list[Mapping[str, Any]] = [row for row in content[self.table] if self.filter.lower() in _searched(row)]
+        if self.table == "subscriptions" and _has_several_providers(content):
+            rows = [{**row, "title": f"{row['provider']}/{row['name']}"} for row in rows]
         column = self._sorted_by.get(self.table)
         if column is not None:
             chosen = TABLES[self.table][column]
@@ -177,7 +197,7 @@ class TopScreen:
         if self.helping:
             body = [Text(line) for line in HELP]
         elif self.target is not None:
-            body = self._detail(detail, width)
+            body = self._scrolled(self._detail(content, detail, width), space)
         else:
             body = self._table(content, width, space)
         lines = [*head, Text(""), *body[:space]]
@@ -188,7 +208,10 @@ class TopScreen:
 
     def page(self, content: Content, width: int) -> list[Text]:
         """Return all tables, one after the other, with all rows."""
-        lines = [*self._head(content), *_problem_lines(content, "")]
+        problems = _problem_lines(content, "")
+        for line in problems:
+            line.truncate(width, overflow="ellipsis")
+        lines = [*self._head(content), *problems]
         for self.table in TABLES:
             if content[self.table]:
                 lines += [Text(""), *self._titles(width), *(self._row(row, width) for row in self.rows(content))]
@@ -198,10 +221,12 @@ class TopScreen:
         queues, subscriptions, silos = content["queues"], content["subscriptions"], content["silos"]
         served = sum(bool(row["silo"]) for row in queues)
         late = max((row["lag_ms"] for row in subscriptions if row.get("lag_ms") is not None), default=None)
+        rates = [row["rate"] for row in subscriptions if row.get("rate") is not None]
+        alive = sum(row["state"] not in SILENT for row in silos)
         parts = [
-            counted(len(silos), "silo") if silos else "",
+            f"{alive} of {len(silos)} silos" if alive < len(silos) else counted(alive, "silo") if silos else "",
             f"{served}/{len(queues)} queues served" if silos else counted(len(queues), "queue"),
-            f"out {number(sum(row.get('rate') or 0 for row in subscriptions))}/s",
+            f"out {number(None if subscriptions and not rates else sum(rates))}/s",
             f"late {seconds(late)}",
             f"dead letters {number(sum(row.get('dead_letters') or 0 for row in subscriptions))}",
         ]
@@ -213,12 +238,12 @@ class TopScreen:
         if self.typing:
             return Text(f"filter: {self.filter}▏  enter: keep  esc: all rows", style="reverse")
         filtered = f"filter: {printable(self.filter)} (esc)  " if self.filter else ""
-        back = "esc back  " if self.target else "enter details  / filter  s sort  "
+        back = "esc back  ↑ ↓ scroll  " if self.target else "enter details  / filter  s sort  "
         return Text(set_cell_size(f"{filtered}1 2 3 tables  {back}p freeze  ? help  q quit", width), style="reverse")
 
     def _table(self, content: Content, width: int, space: int) -> list[Text]:
         rows = self.rows(content)
-        self.move(0, len(rows))
+        self.chosen = max(min(self.chosen, len(rows) - 1), 0)
         lines = self._titles(width)
         if not rows:
             hint = f"no {self.table} match the filter" if self.filter else f"no {self.table}"
@@ -230,9 +255,21 @@ class TopScreen:
             if place == self.chosen:
                 line.stylize("reverse")
             lines.append(line)
-        if reason := rows[self.chosen].get("reason"):
-            lines.append(Text(f"  {printable(reason)}", style="dim"))
+        mark = f"rows {first + 1}–{first + shown} of {len(rows):,}" if len(rows) > shown else ""
+        reason = printable(rows[self.chosen].get("reason") or "")
+        if mark or reason:
+            lines.append(Text(f"  {'  '.join(filter(None, (mark, reason)))}", style="dim"))
         return lines
+
+    def _scrolled(self, lines: Sequence[Text], space: int) -> Sequence[Text]:
+        """Return the lines that fit, with a mark if others do not."""
+        shown = max(space - 1, 1)  # one line is for the mark
+        if len(lines) <= space:
+            self.scrolled = 0
+            return lines
+        self.scrolled = first = min(self.scrolled, len(lines) - shown)
+        mark = Text(f"  lines {first + 1}–{first + shown} of {len(lines):,}", style="dim")
+        return [*lines[first : first + shown], mark]
 
     def _titles(self, width: int) -> list[Text]:
         columns, sorted_by = TABLES[self.table], self._sorted_by.get(self.table)
@@ -243,11 +280,15 @@ class TopScreen:
         columns = TABLES[self.table]
         return Text(line_of(columns, [one.value(row) for one in columns], width), style=style_of(row))
 
-    def _detail(self, detail: Content | None, width: int) -> list[Text]:
+    def _detail(self, content: Content, detail: Content | None, width: int) -> list[Text]:
         assert self.target is not None
+        provider, name = self.target
         if detail is None:
-            return [Text(f"looking into {printable(self.target[1])} …", style="dim")]
-        return queue_lines(detail, width) if self.table == "queues" else subscription_lines(detail, width)
+            return [Text(f"looking into {printable(name)} …", style="dim")]
+        if self.table == "queues":
+            return queue_lines(detail, width)
+        title = f"{provider}/{name}" if _has_several_providers(content) else name
+        return subscription_lines(title, detail, width)
 
 
 _ACTIONS: Mapping[str, Callable[[TopScreen, Sequence[Mapping[str, Any]]], None]] = {
@@ -259,7 +300,7 @@ _ACTIONS: Mapping[str, Callable[[TopScreen, Sequence[Mapping[str, Any]]], None]]
     "k": lambda screen, rows: screen.move(-1, len(rows)),
     "down": lambda screen, rows: screen.move(1, len(rows)),
     "j": lambda screen, rows: screen.move(1, len(rows)),
-    "/": lambda screen, _: setattr(screen, "typing", True),
+    "/": TopScreen.search,
     "p": lambda screen, _: setattr(screen, "frozen", not screen.frozen),
     "?": lambda screen, _: setattr(screen, "helping", True),
     "q": lambda screen, _: setattr(screen, "quitting", True),
@@ -272,6 +313,10 @@ def _searched(row: Mapping[str, Any]) -> str:
     return " ".join(
         str(row.get(name, "")) for name in ("provider", "name", "index", "silo", "state", "selector")
     ).lower()
+
+
+def _has_several_providers(content: Content) -> bool:
+    return len({row["provider"] for row in (*content["queues"], *content["subscriptions"])}) > 1
 
 
 def _problem_lines(content: Content, note: str) -> list[Text]:

@@ -8,12 +8,15 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ...client.transport import Transport
+from ...proto.v1.cluster_pb2 import Cluster
 from ...silo.dashboard.pages import OverviewPage, PageSource, QueuePage, SubscriptionPage
+from ...silo.dashboard.summaries import problems_of
 from ...silo.dashboard.viewers import OPERATOR
 from ...silo.provider import Provider
 from ...silo.views import age_s, lag_of
-from ...streams.errors import HeadraceError
+from ...streams.errors import HeadraceError, NotFound
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition, is_consumers_position
+from ...streams.wording import counted
 
 Content = Mapping[str, Any]
 """As the pages of the dashboard have it: see `silo/dashboard/pages.py`."""
@@ -43,6 +46,8 @@ class SiloSource(ContentSource):
     async def overview(self) -> Content:
         content = await self._overview.render()
         if self._provider:
+            if self._provider not in content["providers"]:
+                raise NotFound(f"this silo has no provider {self._provider!r}: name one of its configuration")
             for kind in ("queues", "subscriptions"):
                 content[kind] = [row for row in content[kind] if row["provider"] == self._provider]
             content["problems"] = [
@@ -111,7 +116,9 @@ class DataSource(ContentSource):
             finished = await self._finished_since(one.name, checkpoints[one.name])
             self._rates[one.name] = finished / (self._at - began) if began else None
         subscriptions = [await self._subscription_row(one, checkpoints[one.name]) for one in definitions]
-        return {"silos": [], "queues": queues, "subscriptions": subscriptions, "problems": _problems(queues)}
+        problems = problems_of(Cluster(), queues, subscriptions)
+        return {"providers": [provider.name], "silos": [], "queues": queues, "subscriptions": subscriptions,
+                "problems": problems}  # fmt: skip
 
     async def queue(self, provider: str, number: int) -> Content:
         definitions = await self._provider.store.subscriptions(self._provider.name)
@@ -169,7 +176,7 @@ class DataSource(ContentSource):
     ) -> dict[str, Any]:
         adapter = self._provider.adapter
         of = [each[queue] for each in checkpoints.values() if queue in each]
-        silo, epoch = owners.get(queue, ("", 0))
+        silo, epoch = owners.get(queue, ("", None))
         row: dict[str, Any] = {"provider": self._provider.name, "index": queue, "silo": silo, "epoch": epoch}
         try:
             statistics = await adapter.statistics(queue)
@@ -207,7 +214,7 @@ class DataSource(ContentSource):
             "selector": definition.selector.pattern,
             "mode": definition.mode.value,
             "state": "paused" if paused else "behind" if events or events is None else "caught up",
-            "reason": f"{paused} streams are paused" if paused else "",
+            "reason": f"{counted(paused, 'stream')} paused until resumed" if paused else "",
             "lag_events": events,
             "lag_ms": round(max(ages) * 1000) if ages else None,
             "rate": self._rates.get(name),
@@ -227,11 +234,3 @@ class DataSource(ContentSource):
                     then, now = await adapter.backlog(queue, before), await adapter.backlog(queue, at.awaited)
                     finished += max((then.events or 0) - (now.events or 0), 0)
         return finished
-
-
-def _problems(queues: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"severity": "bad", "text": f"queue {row['provider']}/{row['index']} is faulted: {row['reason']}"}
-        for row in queues
-        if row["state"] == "faulted"
-    ]

@@ -27,7 +27,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.client import Client
-from headrace.client.connection import SiloAddress, Tls, parse_addresses, status_error
+from headrace.client.connection import GrpcTransport, SiloAddress, Tls, open_once, parse_addresses, status_error
 from headrace.client.transport import StreamCall, Transport, reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
@@ -108,6 +108,15 @@ async def test_call_to_a_closed_port_raises():
     with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1 \(.*refused.*\): check the address"):
         async with Client("127.0.0.1:1", connect_timeout_s=0.2):
             pass
+
+
+async def test_one_attempt_at_each_address_ends_at_once_if_all_refuse():
+    transport = GrpcTransport("127.0.0.1:1,127.0.0.1:2")
+    try:
+        with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:2 \(.*refused"):
+            await open_once(transport, timeout_s=3600)
+    finally:
+        await transport.aclose()
 
 
 async def test_something_else_is_no_silo():

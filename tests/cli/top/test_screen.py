@@ -174,6 +174,88 @@ def test_times_are_short(ms: float | None, text: str) -> None:
     assert seconds(ms) == text
 
 
+def details(blocked: int, total: int) -> dict[str, Any]:
+    stream = {"namespace": "n", "key": "k"}
+    waiting = {"stream": stream, "state": "waiting", "attempts": 1, "next_in_ms": 500, "reason": "no"}
+    usual: dict[str, Any] = {
+        "selector": "n/*",
+        "mode": "shared",
+        "state": "retrying",
+        "reason": "",
+        "consumers": [],
+        "gaps": 77,
+    }
+    many = dict.fromkeys(("lag_ms", "lag_events", "rate", "in_flight", "ready", "parked", "dead_letters"), 1_234_567)
+    return {**usual, **many, "blocked": [waiting] * blocked, "blocked_total": total}
+
+
+def test_rows_that_do_not_fit_are_announced() -> None:
+    of = content(*(row(f"s{number:02}", reason="busy") for number in range(40)))
+    lines = shown(TopScreen("here"), of)
+    assert sum(line.startswith("s") for line in lines) == 18
+    assert "  rows 1–18 of 40  busy" in [line.rstrip() for line in lines]
+    assert not any("rows 1" in line for line in shown(TopScreen("here"), content(row("a"))))
+
+
+def test_details_are_scrolled_and_say_how_much_is_missing() -> None:
+    of = content(row("a"))
+    screen = TopScreen("here")
+    screen.press("enter", of)
+
+    def lines() -> list[str]:
+        return [line.plain for line in screen.draw(of, details(50, 209), 80, 24)]
+
+    first = lines()
+    assert any("gaps 77" in line for line in first)
+    assert any("lines 1–" in line and "of 56" in line for line in first)
+    assert not any("more" in line for line in first)
+    for _ in range(100):
+        screen.press("down", of)
+    assert "and 159 more" in lines()
+    screen.press("up", of)
+    assert "and 159 more" not in lines()
+    screen.press("escape", of)
+    screen.press("enter", of)
+    assert lines() == first
+
+
+def test_long_names_differ_at_their_ends() -> None:
+    of = content(*(row(f"orders-of-the-warehouse-{number:02}") for number in range(5)))
+    names = [line.split()[0] for line in shown(TopScreen("here"), of)[4:9]]
+    assert len(set(names)) == 5
+    assert names[0].startswith("orders-")
+    assert "orders-of-the-warehouse-03" in shown(TopScreen("here"), of, width=120)[7]
+
+
+def test_subscriptions_of_several_providers_are_shown_with_the_provider() -> None:
+    of = content(row("bills"), row("bills", provider="shop", state="paused"))
+    screen = TopScreen("here")
+    assert [line.split()[0] for line in shown(screen, of)[4:6]] == ["shop/bills", "default/bills"]
+    screen.press("enter", of)
+    assert screen.target == ("shop", "bills")
+    assert screen.draw(of, details(0, 0), 80, 24)[3].plain.startswith("subscription shop/bills")
+
+
+def test_the_header_counts_the_silos_that_answer_and_no_unknown_rate() -> None:
+    silos = [{"name": "a", "state": "active"}, {"name": "b", "state": "dead"}]
+    of = {**content(row("s", rate=None)), "silos": silos}
+    assert shown(TopScreen("here"), of)[1].startswith("1 of 2 silos · 0/0 queues served · out –/s")
+    assert shown(TopScreen("here"), {**of, "silos": silos[:1]})[1].startswith("1 silo ·")
+
+
+def test_a_new_filter_replaces_the_old_one() -> None:
+    of = content(row("orders"), row("invoices"))
+    screen = TopScreen("here")
+    for key in ["/", "i", "n", "enter", "/", "o", "r", "enter"]:
+        screen.press(key, of)
+    assert screen.filter == "or"
+
+
+def test_a_long_reason_is_one_line_of_a_printed_page() -> None:
+    of = {**content(row("s")), "problems": [{"severity": "bad", "text": "x" * 20_000}]}
+    assert all(cell_len(line.plain) <= 80 for line in TopScreen("here").page(of, 80))
+
+
 def test_a_sparkline_shows_the_last_values() -> None:
     assert sparkline([8, 0, 4, 8], 3) == " ▄█"
     assert sparkline([0, 0], 5) == "  "

@@ -158,17 +158,36 @@ async def test_programs_get_json_and_pipes_get_one_screen(tmp_path: Path) -> Non
             assert {one["name"]: one["dead_letters"] for one in document["subscriptions"]}["mail"] == DEAD
             text = (await printed(*place)).decode()
             assert "SUBSCRIPTION" in text
+            assert "! subscription taxes is paused: 1 stream paused until resumed" in text
             assert "default/3" in text
 
 
+async def test_an_unknown_provider_is_an_error(tmp_path: Path) -> None:
+    async with silo_process(tmp_path / "silo") as silo:
+        status, _, error = await executed("--once", "--provider", "nope", "--server", silo.address)
+        assert status == 1
+        assert error == b"headrace: this silo has no provider 'nope': name one of its configuration\n"
+
+
+async def test_an_interval_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    status, _, error = await executed("--interval", "nan", "--data", str(tmp_path))
+    assert status == 2
+    assert b"'nan' is not a number." in error
+
+
 async def printed(*arguments: str) -> bytes:
+    status, out, _ = await executed(*arguments)
+    assert status == 0
+    return out
+
+
+async def executed(*arguments: str) -> tuple[int | None, bytes, bytes]:
     headrace = Path(sys.executable).with_name("headrace")
     process = await asyncio.create_subprocess_exec(
-        headrace, "top", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        headrace, "top", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out
+    out, error = await process.communicate()
+    return process.returncode, out, error
 
 
 async def test_a_silo_that_is_gone_is_one_line_and_the_screen_stays(tmp_path: Path) -> None:
