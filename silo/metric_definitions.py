@@ -228,7 +228,10 @@ SECTIONS: Sequence[MetricSection] = (
                 lambda p: p.statistics.published_events,
             ),
             _provider(
-                "published_bytes", "counter", "Bytes published by this process.", lambda p: p.statistics.published_bytes
+                "published_bytes",
+                "counter",
+                "Encoded bytes published by this process: more than their payloads.",
+                lambda p: p.statistics.published_bytes,
             ),
             _provider(
                 "publish_seconds",
@@ -322,8 +325,18 @@ SECTIONS: Sequence[MetricSection] = (
             ),
             _queue("cache_events", "gauge", "Events in the queue's cache.", lambda q: q.cache_events),
             _queue("cache_bytes", "gauge", "Bytes in the queue's cache.", lambda q: q.cache_bytes),
-            _queue("cache_max_events", "gauge", "Capacity of the queue's cache in events.", lambda q: q.max_events),
-            _queue("cache_max_bytes", "gauge", "Capacity of the queue's cache in bytes.", lambda q: q.max_bytes),
+            _queue(
+                "cache_max_events",
+                "gauge",
+                "Capacity of the queue's cache in events, without that of catch-ups.",
+                lambda q: q.max_events,
+            ),
+            _queue(
+                "cache_max_bytes",
+                "gauge",
+                "Capacity of the queue's cache in bytes, without that of catch-ups.",
+                lambda q: q.max_bytes,
+            ),
             _queue("cache_buckets", "gauge", "Buckets in use, at most ten.", lambda q: len(q.buckets)),
             _queue("cache_pressure", "gauge", "1 while the cache is full and reading waits.", lambda q: q.pressure),
             _queue(
@@ -344,7 +357,7 @@ SECTIONS: Sequence[MetricSection] = (
             ),
             _lag(
                 "lag_bytes",
-                "Lag in bytes, estimated from the mean size of the events that this process has read.",
+                "Lag in encoded bytes, estimated from the mean size of the events that this process has read.",
                 ProviderSnapshot.lag_bytes,
             ),
             _lag("lag_batches", "Lag in batches.", _lag_batches),
@@ -410,7 +423,12 @@ SECTIONS: Sequence[MetricSection] = (
                 "Handlers that run now, or parcels that remote consumers hold.",
                 lambda s: s.in_flight,
             ),
-            _subscription("streams_ready", "gauge", "Streams that are ready for a handler.", lambda s: s.ready),
+            _subscription(
+                "streams_ready",
+                "gauge",
+                "Streams with a cached event that waits for a handler or a consumer. Running ones do not count.",
+                lambda s: s.ready,
+            ),
             _subscription("streams_waiting", "gauge", "Streams that wait for their next attempt.", lambda s: s.waiting),
             _subscription("streams_parked", "gauge", "Streams that left the cache.", lambda s: s.parked),
             _subscription("streams_paused", "gauge", "Streams that wait to be resumed.", lambda s: s.paused),

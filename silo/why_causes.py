@@ -70,11 +70,11 @@ CAUSES: dict[str, CauseText] = {
         "Start a silo with its handler, or attach a consumer.",
     ),
     "standing_by": CauseText(
-        "Another process serves the subscription. This one stands by, and knows the saved progress alone.",
+        "Another process serves the subscription. This one stands by, and knows only the saved progress.",
         "Ask the process that the evidence names; this one takes over when that process ends.",
     ),
     "not_asked": CauseText(
-        "The data directory has the saved progress alone: a process that serves the subscription was not asked.",
+        "The data directory has only the saved progress: a process that serves the subscription was not asked.",
         "If a silo serves it, ask the silo with --server; otherwise start one with its handler.",
     ),
     "consumer_disconnected": CauseText(

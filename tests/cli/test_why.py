@@ -30,7 +30,7 @@ def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.
     assert main(["why", "shop/1", "--data", str(data)]) == 0
     assert capsys.readouterr().out == (
         "shop/1, subscription bills\n"
-        "  not_asked: The data directory has the saved progress alone: a process that serves the subscription was not "
+        "  not_asked: The data directory has only the saved progress: a process that serves the subscription was not "
         "asked.\n"
         "    evidence: subscription 'bills' has events that are not finished, as of its saved progress\n"
         "    do: If a silo serves it, ask the silo with --server; otherwise start one with its handler.\n"
