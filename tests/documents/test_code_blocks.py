@@ -23,6 +23,8 @@ RUN_BY = {
     "docs/consuming.md": ("tests/client/test_consuming_documented.py", 4),
     "docs/dashboard.md": (EXAMPLES, 2),
     "docs/effects.md": ("tests/effects/test_effects_docs.py, " + EXAMPLES, 10),
+    "docs/first-minutes.md": ("tests/cli/test_first_minutes.py", 6),
+    "docs/frameworks.md": ("tests/frameworks/test_frameworks_docs.py", 10),
     "docs/from-celery.md": ("tests/documents/test_other_systems.py", 4),
     "docs/from-kafka.md": ("tests/documents/test_other_systems.py", 2),
     "docs/from-nats.md": ("tests/documents/test_other_systems.py", 2),
@@ -36,11 +38,16 @@ RUN_BY = {
     "docs/redis.md": ("tests/adapters/redis/test_redis_guide.py", 5),
     "docs/security.md": (EXAMPLES, 2),
     "docs/spark.md": ("tests/spark/test_spark_guide.py", 18),
+    "docs/testing.md": ("tests/testing/test_testing_page.py", 5),
     "docs/top.md": ("tests/cli/top/test_top.py", 2),
     "docs/tracing.md": (EXAMPLES, 3),
 }
 """The tests that run the blocks of a page, and the number of its blocks: with a new block, extend the test."""
 NOT_RUN = {
+    "docs/frameworks.md": {
+        "$ uvicorn shop:app": "the test runs the same server on a free port, and sends the same request",
+        "uvicorn shop:app --workers": "tests/faults/test_worker_kills.py runs workers",
+    },
     "docs/from-orleans.md": {"[ImplicitStreamSubscription": "C#, which needs .NET"},
     "docs/grpc.md": {
         "alias ask=": "grpcurl is not a package of Debian; the test makes the same calls",
@@ -54,6 +61,10 @@ NOT_RUN = {
             "tests/spark runs each job and command on data of its own; the options are checked below",
         ),
         "headrace demo": "tests/cli/test_demo.py runs the demo",
+    },
+    "docs/testing.md": {
+        "ship handled other": "what a failed test prints; tests/testing/test_provider.py checks such messages",
+        "schemas/order.json: the change": "what a failed test prints; tests/testing/test_schemas.py checks such",
     },
     "docs/top.md": {
         "headrace top  localhost": "the picture of a screen",
