@@ -66,6 +66,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         answer.add_done_callback(self._answered)
         return answer
 
+    async def shutdown_default_executor(self, *timeout: Any) -> None:
+        """As of every loop. It waits for a thread that joins the others, so the clock stands still."""
+        self._in_threads += 1
+        try:
+            await super().shutdown_default_executor(*timeout)
+        finally:
+            self._in_threads -= 1
+
     def _answered(self, _: object) -> None:
         self._in_threads -= 1
 

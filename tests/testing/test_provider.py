@@ -420,3 +420,15 @@ def test_wrong_options_are_refused() -> None:
         pass
     with pytest.raises(InvalidArgument, match="queue"), opened_provider(**wrong):
         pass
+
+
+def test_the_end_of_a_loop_waits_for_its_threads() -> None:
+    """The thread that joins the others is none of the executor's, and answers after a while of real time."""
+    busy = threading.Event()
+
+    async def leave_a_thread() -> None:
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, busy.wait, 0.2).cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(leave_a_thread())
