@@ -78,6 +78,7 @@ class Checkpointer:
             await self._state.wait_for_change(None if self._store.private else CHECK_OWNER_S)
         finally:
             self._sleeping = False
+            self._saved_at = asyncio.get_running_loop().time()  # until now, everything was stored
 
     def _is_saved(self) -> bool:
         """Whether everything is stored, and all reports are confirmed. While a handler runs, events may be finished at

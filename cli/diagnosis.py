@@ -192,8 +192,16 @@ def data_findings(data: Path) -> list[Finding]:
     status = data.stat()
     found.append(judge_permissions(str(data), stat.S_IMODE(status.st_mode), status.st_uid, os.geteuid()))
     if found[-1].verdict == "ok":
-        found.append(judge_times(max(file.stat().st_mtime for file in (data, *data.iterdir())), time.time()))
+        found.append(judge_times(max(map(_changed_at, (data, *data.iterdir()))), time.time()))
     return found
+
+
+def _changed_at(file: Path) -> float:
+    """Return when a file was changed; 0 if it is gone by now."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _kind(data: Path) -> Finding:

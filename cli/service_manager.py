@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from ..streams.background import BackgroundTasks
 
@@ -49,8 +49,9 @@ class ServiceManager:
         address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
             channel.setblocking(False)
-            with suppress(BlockingIOError):  # a message of the watchdog is still there
-                try:
-                    channel.sendto(message.encode(), address)
-                except FileNotFoundError:
-                    log.warning("%s could not be sent: there is no socket %s", message, self._address)
+            try:
+                channel.sendto(message.encode(), address)
+            except BlockingIOError:
+                log.debug("%s is not sent: earlier messages wait", message)
+            except OSError as error:  # the service goes on
+                log.warning("%s could not be sent to %s: %s", message, self._address, error.strerror)

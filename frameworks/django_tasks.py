@@ -6,7 +6,6 @@ for each other. Needs Django 6, or Django 4.2 and later with the package `django
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import traceback
@@ -190,7 +189,10 @@ async def _called(task: Any, result: Any) -> Any:
     context = (_base.TaskContext(task_result=result),) if task.takes_context else ()
     if inspect.iscoroutinefunction(task.func):
         return await task.func(*context, *result.args, **result.kwargs)
-    return await asyncio.to_thread(_with_fresh_connections, task, context, result)
+    from asgiref.sync import sync_to_async  # noqa: PLC0415 (Django brings it)
+
+    # Not `asyncio.to_thread`: there, a task that enqueues another one would get an event loop of its own from asgiref.
+    return await sync_to_async(_with_fresh_connections, thread_sensitive=False)(task, context, result)
 
 
 def _with_fresh_connections(task: Any, context: tuple[Any, ...], result: Any) -> Any:

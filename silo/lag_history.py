@@ -93,7 +93,6 @@ class LagHistory:
                 except Exception as error:  # noqa: BLE001 (samples of other providers go on)
                     self._last.pop(provider.name, None)  # unknown is better than old
                     self._delayed.pop(provider.name, None)
-                    self._dead_letters.pop(provider.name, None)
                     log.warning("the lag of provider %r cannot be measured: %r", provider.name, error)
             took.append(loop.time() - began)
             await asyncio.sleep(min(max(self._sample_s, min(took) / MAX_SHARE), MAX_PAUSE_S))
@@ -120,9 +119,15 @@ class LagHistory:
         """Return the lag of subscriptions that this process does not serve, in the queues that it reads."""
         self._samples[provider.name] = number = self._samples.get(provider.name, -1) + 1
         if number % STORE_SAMPLES == 0:
-            stored = await provider.store.subscriptions(provider.name)
-            self._unserved_lags[provider.name] = await _measured_stored(provider, stored)
-            self._dead_letters[provider.name] = await _count_dead_letters(provider, stored)
+            try:
+                stored = await provider.store.subscriptions(provider.name)
+                unserved_lags = await _measured_stored(provider, stored)
+                dead_letters = await _count_dead_letters(provider, stored)
+            except BaseException:
+                for kept in (self._unserved_lags, self._dead_letters, self._samples):  # the next sample asks again
+                    kept.pop(provider.name, None)
+                raise
+            self._unserved_lags[provider.name], self._dead_letters[provider.name] = unserved_lags, dead_letters
         served = {name.partition(CONSUMER_SEPARATOR)[0] for name in provider.manager.served}
         return [lag for lag in self._unserved_lags.get(provider.name, ()) if lag.subscription not in served]
 

@@ -65,6 +65,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_s: float) -> None:
+        await self.stopping.join()
         served: list[DeliveryService] = [one.service for one in await self.standby.aclose()]
         served += [one.service for one in self.manager.served.values()]
         try:

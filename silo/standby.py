@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..agents import DeliveryService
@@ -18,6 +18,8 @@ log = logging.getLogger("headrace.silo")
 
 LOOK_S = 0.1
 """How often a process that stands by looks whether the serving process has ended, in seconds."""
+CHECK_DELETED_S = 1.0
+"""How often it looks whether a subscription was deleted, in seconds."""
 
 
 @dataclass(eq=False)
@@ -37,16 +39,21 @@ class Standby:
         self,
         locks: SubscriptionLocks,
         serve: Callable[[SubscriptionDefinition, DeliveryService], Awaitable[None]],
+        stored: Callable[[], Awaitable[Iterable[SubscriptionDefinition]]],
         provider: str,
     ) -> None:
-        """`serve` begins to serve a subscription whose lock this process has."""
+        """`serve` begins to serve a subscription whose lock this process has. `stored` returns the subscriptions of the
+        control store."""
         self._locks = locks
         self._serve = serve
+        self._stored = stored
         self._provider = provider
         self._waiting: dict[str, StandbySubscription] = {}
         self.waiting: Mapping[str, StandbySubscription] = self._waiting
         """By name."""
         self._taking_over = asyncio.Lock()
+        self._check_at = 0.0
+        """Loop time from which on to look for subscriptions that were deleted."""
         self._looking = BackgroundTasks()
         self._ending = BackgroundTasks()
 
@@ -98,6 +105,23 @@ class Standby:
                     self._locks.release(name)
             if failures:
                 raise failures[0]
+            await self._end_deleted(refused)
+
+    async def _end_deleted(self, names: Collection[str]) -> None:
+        """Once a second, stand by no longer for those of the subscriptions that were deleted, or made anew with another
+        definition. Another process may serve the new one."""
+        now = asyncio.get_running_loop().time()
+        if now < self._check_at or not names:
+            return
+        self._check_at = now + CHECK_DELETED_S
+        stored = {one.name: one for one in await self._stored()}
+        for name in names:
+            if stored.get(name) != self._waiting[name].definition:
+                self._end(name, Fenced(f"subscription {name!r} was deleted, or has another definition now"))
+
+    def _end(self, name: str, error: HeadraceError) -> None:
+        log.info("subscription %r: this process does not stand by any longer: %s", name, error)
+        self._ending.start(self._waiting.pop(name).service.fenced(_as_fenced(error)), f"headrace standby {name}")
 
     async def _take_over(self, name: str) -> None:
         one = self._waiting[name]
@@ -105,11 +129,10 @@ class Standby:
             await self._serve(one.definition, one.service)
         except (NotFound, Fenced) as error:  # it was deleted
             self._locks.release(name)
-            log.info("subscription %r: this process does not stand by any longer: %s", name, error)
-            self._ending.start(one.service.fenced(_as_fenced(error)), f"headrace standby {name}")
+            self._end(name, error)
         else:
             log.info("subscription %r: no other process serves it any longer, so this one takes over", name)
-        del self._waiting[name]
+            del self._waiting[name]
 
 
 def _as_fenced(error: HeadraceError) -> Fenced:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 from ..agents import DeliveryService, HandlerService, PullingManager
 from ..streams.arguments import check_instance, check_seconds, check_text
-from ..streams.errors import Busy, NotFound, NotSupported
+from ..streams.background import BackgroundTasks
+from ..streams.errors import Busy, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -50,8 +52,12 @@ class SubscriptionHost(QueuePositions):
         """Subscriptions that this process is about to serve."""
         self.manager.subscriptions.on_fenced = self._locks.release
         self.manager.subscriptions.may_serve = self._locks.holds
-        self.standby = Standby(self._locks, self.manager.subscriptions.serve, self.name)
+        self.standby = Standby(
+            self._locks, self.manager.subscriptions.serve, lambda: self.store.subscriptions(self.name), self.name
+        )
         """Subscriptions that another process serves, and that this process takes over when that process ends."""
+        self.stopping = BackgroundTasks()
+        """Ends of subscriptions, which go on if their caller is cancelled."""
 
     async def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         """Create a durable subscription without serving it. Return False if an equal one exists.
@@ -134,11 +140,25 @@ class SubscriptionHost(QueuePositions):
         if (waiting := await self.standby.remove(name)) is not None:
             await waiting.service.completed(drain_s)
             return
+        await self._stop_serving(name, drain_s, delete=False)
+
+    async def _stop_serving(self, name: str, drain_s: float, *, delete: bool) -> None:
+        """Stop serving, and perhaps delete the subscription. Its lock is kept until then, also if this call is
+        cancelled: no other process may run handlers at the same time. Raises NotFound if it is not served here."""
+        stopping = self.stopping.hold(self._stop_and_unlock(name, drain_s, delete=delete), f"headrace withdraw {name}")
+        await asyncio.shield(stopping)
+
+    async def _stop_and_unlock(self, name: str, drain_s: float, *, delete: bool) -> None:
         try:
             served = await self.manager.subscriptions.withdraw(name, drain_s)
             await served.service.completed(drain_s)
+            if delete:
+                await self.store.delete_subscription(self.name, name)
         finally:
-            self._locks.release(name)
+            # Also if it was not found, because it is about to be attached again: without the lock it is not. But the
+            # lock of a call of `serve` that has just begun stays.
+            if name not in self._beginning:
+                self._locks.release(name)
 
     def service_of(self, name: str) -> DeliveryService | None:
         """The service of a subscription that this process serves or for which it stands by; None for another one."""
@@ -181,9 +201,13 @@ class SubscriptionHost(QueuePositions):
         within a second. Raises NotFound."""
         check_text("name", name)
         for each in [*(await self._consumers_of(name)), name]:
-            with suppress(NotFound):  # this process does not serve it
-                await self.withdraw(each, self._drain_s(each))
-            await self.store.delete_subscription(self.name, each)
+            self.manager.subscriptions.check_outside(each)
+            if (waiting := await self.standby.remove(each)) is not None:
+                await waiting.service.completed(self._drain_s(each))
+            if each in self.manager.served:
+                await self._stop_serving(each, self._drain_s(each), delete=True)
+            else:
+                await self.store.delete_subscription(self.name, each)
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""

@@ -41,29 +41,31 @@ class _SchemaReading:
             if pair in self._begun:
                 return
             self._begun.add(pair)
-        writer, reader = _resolved(writer, self._written), _resolved(reader, self._read)
-        if written := _alternatives(writer):
+        writes, reads = _resolved(writer, self._written), _resolved(reader, self._read)
+        if written := _alternatives(writes):
             for each in written:
                 yield from self.problems(each, reader, at)
-        elif taken := _alternatives(reader):
+        elif taken := _alternatives(reads):
             yield from self._of_any(writer, taken, at)
         else:
-            yield from self._of_plain(writer, reader, at)
+            yield from self._of_plain(writes, reads, at)
 
     def _of_any(self, writer: Schema, taken: Sequence[Schema], at: str) -> Iterator[str]:
         """The value has to fit one of the alternatives."""
-        found = list[list[str]]()
+        found, kind = list[list[str]](), _kind(_resolved(writer, self._written))
         for each in taken:
-            problems = list(_SchemaReading(self._written, self._read).problems(writer, each, at))
+            reading = _SchemaReading(self._written, self._read)
+            reading._begun = set(self._begun)
+            problems = list(reading.problems(writer, each, at))
             if not problems:
                 return
             found.append(problems)
-        same = [p for p, each in zip(found, taken, strict=True) if _kind(_resolved(each, self._read)) == _kind(writer)]
+        same = [p for p, each in zip(found, taken, strict=True) if _kind(_resolved(each, self._read)) == kind]
         if len(same) == 1:
             yield from same[0]
         else:
             kinds = " or ".join(_kind(_resolved(each, self._read)) for each in taken)
-            yield f"{at} is {_kind(writer)}, and {kinds} is read"
+            yield f"{at} is {kind}, and {kinds} is read"
 
     def _of_plain(self, writer: Schema, reader: Schema, at: str) -> Iterator[str]:
         if not reader.keys() - {"$defs", WRITTEN}:

@@ -13,15 +13,22 @@ from .errors import SiteError
 from .pages import REPOSITORY, Section, navigation, title, write_pages
 from .reference import reference_pages, reference_section
 
+BUILT_BY = ".built-by-headrace"
+"""A file that marks the directory of a build: all of it may be deleted."""
 CONFIGURATION = Path(__file__).parent / "mkdocs.yml"
 
 
 def build(work: Path) -> Path:
     """Build the site below `work`, and return the folder with its HTML. What was in `work` before is deleted.
 
-    Raises SiteError if a page is broken: a link that leads nowhere is an error.
+    Raises SiteError if a page is broken: a link that leads nowhere is an error; and if `work` has files that are not
+    those of an earlier build.
     """
+    if work.exists() and any(work.iterdir()) and not (work / BUILT_BY).exists():
+        raise SiteError(f"{str(work)!r} has other files, which would be deleted: name a new directory")
     shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    (work / BUILT_BY).touch()
     pages, html = work / "pages", work / "html"
     write_pages(pages)
     generated = reference_pages()

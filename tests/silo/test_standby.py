@@ -403,9 +403,14 @@ async def test_a_takeover_that_fails_is_tried_again_and_delays_no_other(tmp_path
         if tries.count("shipping") < 3 and definition.name == "shipping":
             raise StorageError("the store does not answer")
 
-    standby = Standby(locks, serve, "default")
-    for name in ("billing", "shipping"):
-        definition = SubscriptionDefinition(name=name, selector=Selector("orders/*"))
+    names = ("billing", "shipping")
+    definitions = [SubscriptionDefinition(name=name, selector=Selector("orders/*")) for name in names]
+
+    async def stored() -> list[SubscriptionDefinition]:
+        return definitions
+
+    standby = Standby(locks, serve, stored, "default")
+    for definition in definitions:
         standby.add(definition, HandlerService(Handler.of(ignore, batch=False), None, 1), "served by process 1")
     await until(lambda: not standby.waiting)
     assert sorted(tries) == ["billing", "shipping", "shipping", "shipping"]
@@ -413,3 +418,45 @@ async def test_a_takeover_that_fails_is_tried_again_and_delays_no_other(tmp_path
     assert await locks.holds("shipping")
     assert await standby.aclose() == []
     locks.release_all()
+
+
+async def test_a_close_that_is_cancelled_keeps_other_processes_out_until_the_handler_has_ended(tmp_path: Path) -> None:
+    running, release, ended, second = asyncio.Event(), asyncio.Event(), list[str](), Orders()
+
+    async def slow(event: Event) -> None:
+        running.set()
+        try:
+            await release.wait()
+        finally:
+            ended.append("first")
+
+    async with Provider.open(tmp_path) as serving, Provider.open(tmp_path) as other:
+        await serving.subscribe("billing", "orders/*", slow)
+        waiting = await other.subscribe("billing", "orders/*", second)
+        await serving.publish(STREAM, b"1")
+        await running.wait()
+        closing = asyncio.create_task(serving.withdraw("billing"))
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.wait([closing])
+        await asyncio.sleep(0.5)
+        assert waiting.stands_by
+        assert not ended
+        release.set()
+        await until(lambda: not waiting.stands_by)
+        assert ended == ["first"]
+        assert second.payloads == []
+
+
+async def test_a_subscription_that_is_not_served_yet_is_not_unlocked_by_another_call(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path) as serving, Provider.open(tmp_path) as other:
+        ensure = serving.ensure_subscription
+
+        async def slowly(definition: SubscriptionDefinition) -> bool:
+            with pytest.raises(NotFound):
+                await serving.withdraw("billing")
+            return await ensure(definition)
+
+        serving.ensure_subscription = slowly  # type: ignore[method-assign]
+        await serving.subscribe("billing", "orders/*", Orders())
+        assert (await other.subscribe("billing", "orders/*", Orders())).stands_by

@@ -103,6 +103,22 @@ def test_types_that_contain_themselves_are_compared() -> None:
     assert found == "$.name is string, and integer is read"
 
 
+def test_types_that_refer_to_themselves_as_an_option_are_compared():
+    assert problems(Link, Link) == []
+    [found] = problems(Link, StrictLink)
+    assert "$.weight is not written" in found
+
+
+class Link(msgspec.Struct):
+    name: str
+    next: "Link | None" = None
+
+
+class StrictLink(msgspec.Struct):
+    weight: int
+    next: "StrictLink | None" = None
+
+
 class Tree(msgspec.Struct):
     name: str
     branches: "list[Tree]" = []
