@@ -111,7 +111,7 @@ def test_the_programs_with_traces(tmp_path: Path):
         follower.follow(consumer._replace(file="consumer.py", text=text))
         follower.follow(console("python consumer.py &"))
         get = f"headrace subscriptions list --server {address} --json"
-        wait_for(lambda: '"billing"' in follower.follow(console(get)))
+        wait_for(lambda: '"shipping"' in follower.follow(console(get)))
         follower.follow(console(f"echo paid | headrace publish --server {address} --stream orders/42 --format raw"))
         wait_for(lambda: (tmp_path / "got").exists() and (tmp_path / "got").read_text() == "[b'paid']\n")
 
