@@ -125,7 +125,7 @@ async def test_a_subscription_that_no_silo_serves_has_its_lag(tmp_path: Path):
         await provider.publish(StreamId("shop", "1"), [b"a", b"b"])
     tokens = await make_tokens(tmp_path, all=Allowed(manage=["*"]), shop=Allowed(manage=["shop"]))
 
-    async def unserved(caller: Caller, names: list[str]) -> list[pb.UnservedLag]:
+    async def unserved(caller: Caller, names: set[str]) -> list[pb.UnservedLag]:
         request = pb.DescribeSubscriptionsRequest()
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -133,17 +133,17 @@ async def test_a_subscription_that_no_silo_serves_has_its_lag(tmp_path: Path):
                     f"{OBSERVATION}/DescribeSubscriptions", request, pb.DescribeSubscriptionsResponse
                 )
                 assert not answer.parts
-                if [one.name for one in answer.unserved] == names:
-                    return list(answer.unserved)
+                if names <= {one.name for one in answer.unserved}:
+                    return [one for one in answer.unserved if one.name in names]
                 await asyncio.sleep(0.05)
 
     async with opened(tmp_path, auth="tokens") as silo:
         async with connecting(silo.grpc_address or "", tokens["all"]) as caller:
-            mine, _ = await unserved(caller, ["mine", "theirs"])
+            mine = next(one for one in await unserved(caller, {"mine"}) if one.lag.batches)
             assert (mine.name, mine.lag.events, mine.lag.batches) == ("mine", 2, 1)
             assert mine.lag.age_ms > 0
         async with connecting(silo.grpc_address or "", tokens["shop"]) as caller:
-            (hidden,) = await unserved(caller, ["mine"])
+            (hidden,) = await unserved(caller, {"mine"})
             assert (hidden.name, hidden.lag.batches, hidden.lag.HasField("events")) == ("mine", 0, False)
             assert not hidden.lag.HasField("age_ms")
 
