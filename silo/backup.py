@@ -9,7 +9,6 @@ A copy is written below `NAME.unfinished`, checked, and renamed at the end: a di
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import os
 import shutil
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..adapters.log.environment import NO_SPACE
 from ..adapters.log.inspection import LogInspection
 from ..adapters.log.renewal import leave_out_offsets
 from ..store.control_store import ControlStore
@@ -30,8 +30,6 @@ from ..streams.remedies import remedy
 from ..streams.wording import counted
 from .checking import CheckedAmounts, DirectoryCheck, copy_database, has_other_store
 from .in_threads import in_threads
-
-_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CopiedDirectory(NamedTuple):
@@ -174,7 +172,7 @@ def _translated(target: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _SPACE_ERRORS:
+        if error.errno in NO_SPACE:
             raise StorageFull(f"'{target}': no space left on the device: free some, and try again") from None
         raise StorageError(f"'{error.filename or target}': {error.strerror}") from None
 

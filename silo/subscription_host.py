@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from ..agents import DeliveryService, HandlerService, PullingManager
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
-from ..streams.errors import Busy, NotSupported
+from ..streams.errors import Busy, NotFound, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -144,14 +144,19 @@ class SubscriptionHost(QueuePositions):
 
     async def _stop_serving(self, name: str, drain_s: float, *, delete: bool) -> None:
         """Stop serving, and perhaps delete the subscription. Its lock is kept until then, also if this call is
-        cancelled: no other process may run handlers at the same time. Raises NotFound if it is not served here."""
+        cancelled: no other process may run handlers at the same time. Raises NotFound if it is not served here and not
+        to be deleted, or is not stored."""
         stopping = self.stopping.hold(self._stop_and_unlock(name, drain_s, delete=delete), f"headrace withdraw {name}")
         await asyncio.shield(stopping)
 
     async def _stop_and_unlock(self, name: str, drain_s: float, *, delete: bool) -> None:
         try:
-            served = await self.manager.subscriptions.withdraw(name, drain_s)
-            await served.service.completed(drain_s)
+            try:
+                served = await self.manager.subscriptions.withdraw(name, drain_s)
+                await served.service.completed(drain_s)
+            except NotFound:  # this process does not serve it, or not any longer
+                if not delete:
+                    raise
             if delete:
                 await self.store.delete_subscription(self.name, name)
         finally:
@@ -204,10 +209,7 @@ class SubscriptionHost(QueuePositions):
             self.manager.subscriptions.check_outside(each)
             if (waiting := await self.standby.remove(each)) is not None:
                 await waiting.service.completed(self._drain_s(each))
-            if each in self.manager.served:
-                await self._stop_serving(each, self._drain_s(each), delete=True)
-            else:
-                await self.store.delete_subscription(self.name, each)
+            await self._stop_serving(each, self._drain_s(each), delete=True)
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""

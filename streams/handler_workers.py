@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from .handlers import Handler
+from .wording import counted
 
 TURN_S = 0.005
 """How long workers run before they let other tasks run, in seconds (QMQ's actor quota)."""
@@ -117,10 +118,10 @@ class HandlerWorkers:
             for task in late:
                 task.cancel()
         if late:
-            self._log.warning("%d handlers of %s did not end within %.1f s", len(late), self._name, drain_s)
+            self._log.warning("%s of %s did not end within %.1f s", counted(len(late), "handler"), self._name, drain_s)
             _, left = await asyncio.wait(late, timeout=cancel_s)
             if left:
-                self._log.error("%d handlers of %s ignore that they are cancelled", len(left), self._name)
+                self._log.error("%s of %s ignored its cancellation", counted(len(left), "handler"), self._name)
 
 
 def cancelled_itself(error: BaseException) -> bool:

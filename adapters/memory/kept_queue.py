@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Callable
 
 from ...streams.clock import now_us
-from ...streams.errors import Closed, InvalidArgument
+from ...streams.errors import InvalidArgument
 from ...streams.events import EventBatch
 from ..limits import within_limits
-from ..receiving import Bounds, QueueReceiver, Received
+from ..receiving import Bounds, Received
 from ..seam import Backlog, QueueStatistics
-from .queue import copy_of
+from .queue import WakingReceiver, copy_of
 
 
 class KeptQueue:
@@ -70,15 +69,14 @@ class KeptQueue:
             receiver.end("the adapter was closed")
 
 
-class KeptReceiver(QueueReceiver):
+class KeptReceiver(WakingReceiver):
     """Reads a queue from an offset on."""
 
     def __init__(self, queue: KeptQueue, position: int, on_end: Callable[[KeptReceiver], None]) -> None:
+        super().__init__()
         self._queue = queue
         self._position = position
         self._on_end = on_end
-        self._changed = asyncio.Event()
-        self._ended_because = ""
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
         while True:
@@ -101,18 +99,6 @@ class KeptReceiver(QueueReceiver):
             )
         self._queue.acknowledged = max(self._queue.acknowledged, offset)
 
-    async def aclose(self) -> None:
-        self.end("it was closed")
-
-    def wake(self) -> None:
-        self._changed.set()
-
     def end(self, why: str) -> None:
-        """Make all calls raise Closed with the reason `why`. The first reason stays."""
-        self._ended_because = self._ended_because or why
-        self._changed.set()
+        super().end(why)
         self._on_end(self)
-
-    def _check_open(self) -> None:
-        if self._ended_because:
-            raise Closed(f"this receiver has ended: {self._ended_because}")

@@ -12,15 +12,37 @@ from ..seam import QueueStatistics
 from .partition import MemoryPartition, PartitionReader
 
 
-class MemoryReceiver(QueueReceiver):
-    """Reads a queue. An append wakes it up, so it does not poll."""
+class WakingReceiver(QueueReceiver):
+    """A receiver that an append wakes up, so that it does not poll."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._ended_because = ""
+
+    async def aclose(self) -> None:
+        self.end("it was closed")
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def end(self, why: str) -> None:
+        """Make all calls raise Closed with the reason `why`. The first reason stays."""
+        self._ended_because = self._ended_because or why
+        self._changed.set()
+
+    def _check_open(self) -> None:
+        if self._ended_because:
+            raise Closed(f"this receiver has ended: {self._ended_because}")
+
+
+class MemoryReceiver(WakingReceiver):
+    """Reads a queue."""
 
     def __init__(self, partition: MemoryPartition[EventBatch], release: Callable[[int], None]) -> None:
+        super().__init__()
         self._partition = partition
         self._release = release
         self._reader = PartitionReader(partition)
-        self._changed = asyncio.Event()
-        self._ended_because = ""
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
         while True:
@@ -37,21 +59,6 @@ class MemoryReceiver(QueueReceiver):
         """See QueueReceiver. Raises InvalidArgument above the next offset, Closed."""
         self._check_open()
         self._release(self._partition.commit(offset))
-
-    async def aclose(self) -> None:
-        self.end("it was closed")
-
-    def wake(self) -> None:
-        self._changed.set()
-
-    def end(self, why: str) -> None:
-        """Make all calls raise Closed with the reason `why`. The first reason stays."""
-        self._ended_because = self._ended_because or why
-        self._changed.set()
-
-    def _check_open(self) -> None:
-        if self._ended_because:
-            raise Closed(f"this receiver has ended: {self._ended_because}")
 
 
 class MemoryQueue:

@@ -107,7 +107,7 @@ class ExternalScaler:
         return pb.GetMetricsResponse(metricValues=[value]).SerializeToString()
 
     async def _lag(self, target: ScalingTarget) -> int:
-        """Return the events that the subscription has not finished, without those of paused streams.
+        """Return the events from the first one that is not finished to the end of each queue, without paused streams.
 
         An adapter that does not count events has its batches counted. Raises Unauthenticated, PermissionDenied and
         NotFound.

@@ -163,7 +163,7 @@ def test_a_silo_that_does_not_stop_is_killed(tmp_path: Path, headrace: Headrace)
     ],
 )  # fmt: skip
 def test_changes_of_code_and_settings_count(path: str, counts: bool) -> None:
-    project = Path("/work/node_modules/shop")
+    project = Path("/srv/node_modules/shop")
     assert ProjectFilter(project / "silo.toml")(Change.modified, str(project / path)) == counts
 
 

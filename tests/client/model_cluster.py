@@ -85,6 +85,8 @@ class ModelQueue:
         self.attempts: dict[Position, int] = {}
         self.waiting: set[StreamId] = set()
         self.redriven: set[Position] = set()
+        self.taken_back: set[Position] = set()
+        """Events that the consumer held when it expired: a release of them may be on its way."""
         self.draining = False
         self._begin_session()
 
@@ -141,7 +143,7 @@ class ModelQueue:
     def expire(self) -> None:
         """The consumer was away, or held the events, for too long."""
         for stream in [stream for stream, parcel in self.parcels.items() if parcel.mine]:
-            del self.parcels[stream]
+            self.taken_back.update(self.parcels.pop(stream).held)
         self.resending = False
 
     def drain(self) -> None:
@@ -300,7 +302,9 @@ class ModelQueue:
             self.redriven.discard(first)
             return
         stream, parcel = self._held(first[0])
-        assert parcel is not None, "released events that it does not hold"
+        if parcel is None:
+            assert first in self.taken_back, "released events that it never held"
+            return
         parcel.held = [p for p in parcel.held if p < first]
         self._look_at(stream, parcel)
 

@@ -287,7 +287,10 @@ async def test_publish_that_takes_too_long_raises(silo: SiloProcess):
             pass  # it may take longer than the limit to find it again
     silo.stop()
     found = (await stored(silo.data))[S]
-    assert found in (numbered(0, 2), numbered(0, 1, 2))
+    # What was given up may be stored or not, so 2 may be there for each attempt. Order holds.
+    assert (found[0], found[-1]) == (b"0", b"2")
+    assert found.count(b"1") <= 1
+    assert found == sorted(found)
 
 
 async def published(client: Client, payload: bytes) -> HeadraceError | SequenceToken:

@@ -436,10 +436,12 @@ async def test_a_close_that_is_cancelled_keeps_other_processes_out_until_the_han
         await serving.publish(STREAM, b"1")
         await running.wait()
         closing = asyncio.create_task(serving.withdraw("billing"))
-        await asyncio.sleep(0.05)
+        await until(lambda: "billing" not in serving.manager.served)
         closing.cancel()
         await asyncio.wait([closing])
-        await asyncio.sleep(0.5)
+        directory = await asyncio.to_thread(open_data_directory, tmp_path)
+        with pytest.raises(Busy):
+            await asyncio.to_thread(lock_subscription, directory, "default", "billing")
         assert waiting.stands_by
         assert not ended
         release.set()
