@@ -7,10 +7,11 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -48,14 +49,17 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Uvicorn]]:
         one.clean_up()
 
 
-def publish(url: str, key: int, events: int, batch: int) -> None:
-    """Publish the numbers below `events` to one stream, in order. A call that a killed worker did not answer is
-    repeated."""
-    deadline = time.monotonic() + PATIENCE_S + events / 50
-    for first in range(0, events, batch):
-        while not post(url, f"/{key}?first={first}&count={min(batch, events - first)}"):
+def publish(url: str, key: int, events: int, batch: int, ended: threading.Event) -> int:
+    """Publish numbers from 0 on to one stream, in order: at least `events`, and until all kills `ended`. A call that
+    a killed worker did not answer is repeated. Return how many were published."""
+    first = 0
+    while first < events or not ended.is_set():
+        deadline = time.monotonic() + PATIENCE_S
+        while not post(url, f"/{key}?first={first}&count={batch}"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        first += batch
+    return first
 
 
 def post(url: str, path: str) -> bool:
@@ -83,8 +87,9 @@ def read(directory: Path) -> dict[str, list[Handled]]:
     return found
 
 
-def missing(directory: Path, events: int) -> int:
-    return sum(events - len({one.number for one in lines}) for lines in read(directory).values())
+def missing(directory: Path, published: dict[str, int]) -> int:
+    found = read(directory)
+    return sum(events - len({one.number for one in found[key]}) for key, events in published.items())
 
 
 def living(directory: Path) -> list[int]:
@@ -125,12 +130,13 @@ def run(server: Uvicorn, *, events: int, batch: int, kills: int, pause_s: float,
     """Publish while workers are killed, and check what the handlers got. Each kill is after new events were handled.
     Every other kill is of the worker that serves."""
     rng, directory = random.Random(seed), server.directory
-    each, size = events // STREAMS, 0
-    killed: list[int] = []
+    size, killed, ended = 0, list[int](), threading.Event()
     with ThreadPoolExecutor(STREAMS) as threads:
-        publishing = [threads.submit(publish, server.url, key, each, batch) for key in range(STREAMS)]
-        while len(killed) < kills and not all(one.done() for one in publishing):
-            wait(publishing, rng.uniform(0, 2 * pause_s))
+        each = -(-events // STREAMS)
+        publishing = {str(key): threads.submit(publish, server.url, key, each, batch, ended) for key in range(STREAMS)}
+        deadline = time.monotonic() + PATIENCE_S * kills
+        while len(killed) < kills and time.monotonic() < deadline:
+            time.sleep(rng.uniform(0, 2 * pause_s))
             worker, size = serving(directory, size)
             others = [pid for pid in living(directory) if pid not in killed]
             if worker not in others:
@@ -138,19 +144,20 @@ def run(server: Uvicorn, *, events: int, batch: int, kills: int, pause_s: float,
             chosen = rng.choice(others) if len(killed) % 2 else worker
             os.kill(chosen, signal.SIGKILL)
             killed.append(chosen)
-        for one in publishing:
-            one.result()
+        ended.set()
+        published = {key: one.result() for key, one in publishing.items()}
     deadline = time.monotonic() + PATIENCE_S
-    while missing(directory, each):
-        assert time.monotonic() < deadline, f"{missing(directory, each)} events did not come:\n{server.log}"
+    while missing(directory, published):
+        assert time.monotonic() < deadline, f"{missing(directory, published)} events did not come:\n{server.log}"
         time.sleep(0.1)
     assert server.stop() == 0
     found = read(directory)
-    again = sum(check(lines, each) for lines in found.values())
+    again = sum(check(found[key], events) for key, events in published.items())
     served = {one.worker for lines in found.values() for one in lines}
-    print(f"seed {seed}: {len(killed)} workers killed, {len(served)} served, {again} events came again")
-    assert len(found) == STREAMS
-    assert len(killed) >= min(kills, 2)
+    came = f"{sum(published.values())} events, {again} came again"
+    print(f"seed {seed}: {len(killed)} workers killed, {len(served)} served, {came}")
+    assert found.keys() == published.keys()
+    assert len(killed) == kills
     assert len(served) > 1
     for word in ("Busy", "is served by", "Traceback"):
         assert word not in server.log, server.log

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from headrace.adapters import AdapterContext, QueueReceiver, Received
@@ -69,6 +71,15 @@ class ForeignProgram:
     def make_topic(self, topic: str, partitions: int = 1, settings: Mapping[str, str] | None = None) -> None:
         (made,) = self.admin.create_topics([NewTopic(topic, partitions, 1, config=dict(settings or {}))]).values()
         made.result(30)
+        self._wait_until_led(topic, partitions)
+
+    def _wait_until_led(self, topic: str, partitions: int) -> None:
+        """Wait until each partition answers: a broker learns of a new topic after the controller has made it."""
+        asked = {TopicPartition(topic, each): OffsetSpec.latest() for each in range(partitions)}
+        deadline = time.monotonic() + 30
+        while any(one.exception() for one in self.admin.list_offsets(asked, request_timeout=5).values()):
+            assert time.monotonic() < deadline, f"{topic} has no leader"
+            time.sleep(0.01)
 
     def add_partitions(self, topic: str, partitions: int) -> None:
         (added,) = self.admin.create_partitions([NewPartitions(topic, partitions)]).values()
