@@ -200,11 +200,12 @@ class QueueHoldings:
         return rejected.first
 
     def end_response(self, arrival: int) -> None:
-        """All batches of a response are received: of parcels that were rejected meanwhile, drop the later batches."""
+        """All batches of a response are received: of parcels that were rejected meanwhile, drop the later batches, and
+        those that earlier parcels left."""
         given_back, self._given_back = self._given_back, {}
         for stream, rejected in given_back.items():
             for batch in self.lines.get(stream, ())[:]:
-                if batch.arrival == arrival and not batch.redriven and _position(batch) > rejected:
+                if batch.arrival <= arrival and not batch.redriven and _position(batch) > rejected:
                     self._end(batch)
 
     def effect_scope(self) -> EffectScope:
@@ -290,12 +291,13 @@ class QueueHoldings:
             self._end(batch)
 
     def _give_back_after(self, batch: ReceivedBatch) -> None:
-        """Later events of the parcel are not the consumer's any more."""
+        """Later events of the parcel are not the consumer's any more. Those of an earlier parcel have not been since
+        the silo delivered this batch again without them."""
         if batch.redriven:
             return
         line = self.lines[batch.stream]
         at = next(place for place, each in enumerate(line) if each is batch) + 1
-        for each in [each for each in line[at:] if each.arrival == batch.arrival and not each.redriven]:
+        for each in [each for each in line[at:] if each.arrival <= batch.arrival and not each.redriven]:
             self.account.note_rejected(each.left)
             self._end(each)
 

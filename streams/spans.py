@@ -58,12 +58,9 @@ class Spans:
 
     def records(self) -> bool:
         """Whether to make a span here: the current span is recorded, or there is none and a new trace may begin."""
-        current = get_current_span()
-        return (
-            self._limit.admits(monotonic())
-            if current is INVALID_SPAN
-            else current.get_span_context().trace_flags.sampled
-        )
+        if contexts.get_current() and (current := get_current_span()) is not INVALID_SPAN:
+            return current.get_span_context().trace_flags.sampled
+        return self._limit.admits(monotonic())
 
     @contextmanager
     def publishing(self, provider: str, stream: StreamId | None, count: int) -> Generator[bytes]:
@@ -132,13 +129,15 @@ class TraceLimit:
         self._interval_s = 1 / per_s if per_s else inf
         self._burst_s = max(1.0, self._interval_s) if per_s else 0.0
         self._used_until = 0.0
+        self._next_s = 0.0 if per_s else inf
+        """When the next trace may begin."""
 
     def admits(self, now: float) -> bool:
         """Whether a new trace may begin now (`monotonic`). Counts it."""
-        used_until = max(self._used_until, now) + self._interval_s
-        if used_until > now + self._burst_s:
+        if now < self._next_s:
             return False
-        self._used_until = used_until
+        self._used_until = max(self._used_until, now) + self._interval_s
+        self._next_s = self._used_until + self._interval_s - self._burst_s
         return True
 
 

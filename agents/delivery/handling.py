@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...streams import tracing
 from ...streams.errors import PayloadInvalid, Unavailable
@@ -26,9 +26,6 @@ from .breaker import Admission
 from .checkpoint_pacer import UnsavedProgress
 from .delivery import Delivery, FailureSink
 from .retries import Failure
-
-if TYPE_CHECKING:
-    from ...streams.spans import HandlingSpan
 
 log = logging.getLogger("headrace.agents")
 
@@ -98,7 +95,7 @@ class HandlerDelivery(Delivery):
                 if measured:
                     counts.measure_delay(batch, now, first=cursor.trouble is None)
                 if tracing.active is not None:
-                    span = self._begin_span(batch)
+                    span = tracing.active.handling(self._provider, self.name, self.queue, batch)
                 handled = await (self._handle_one if probe else handle)(cursor, batch)
             except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
                 if span is not None:
@@ -123,10 +120,6 @@ class HandlerDelivery(Delivery):
                 await workers.yield_turn()
                 now = monotonic()
         self.waiters.notify()
-
-    def _begin_span(self, batch: EventBatch, *, redriven: bool = False) -> HandlingSpan | None:
-        assert tracing.active is not None
-        return tracing.active.handling(self._provider, self.name, self.queue, batch, redriven=redriven)
 
     async def _raised(
         self, cursor: StreamCursor, batch: EventBatch, error: BaseException, start: int, *, one: bool
@@ -228,7 +221,9 @@ class HandlerDelivery(Delivery):
         span = None
         try:
             if tracing.active is not None:
-                span = self._begin_span(batch, redriven=True) or tracing.active.record_nothing()
+                active = tracing.active
+                span = active.handling(self._provider, self.name, self.queue, batch, redriven=True)
+                span = span or active.record_nothing()
             if self._handler.on_redrive is not None:
                 await self._handler.on_redrive(event)
             else:

@@ -154,6 +154,7 @@ class ConsumerAndSilos(RuleBasedStateMachine):
     def move(self, number: int, owner: int, saves: bool) -> None:
         """A queue moves. A drained one is saved; without draining the lease was lost."""
         queue = self.queues[number]
+        self.lost |= any(parcel.mine for parcel in queue.parcels.values())
         queue.move(self.links[owner], saves=saves and queue.draining)
 
     # ---- sessions --------------------------------------------------------------------------------------------------
@@ -436,3 +437,19 @@ class ConsumerAndSilos(RuleBasedStateMachine):
 
 ConsumerAndSilos.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 TestConsumerAndSilos = ConsumerAndSilos.TestCase
+
+
+def test_a_rejection_gives_back_what_an_earlier_parcel_left() -> None:
+    """The silo takes two events back and hands out only the first again, which the user rejects: the second comes after
+    it."""
+    model, stream = ConsumerAndSilos(), STREAMS[0]
+    model.publish(sizes=[0], stream=stream)
+    model.publish(sizes=[0], stream=stream)
+    model.talk(kept=2, most=2)
+    model.take_back(number=0)
+    model.talk(kept=0, most=1)
+    model.take()
+    model.reject_a_batch(which=0)
+    model.the_account_is_right()
+    assert model.holdings.take() is None
+    model.teardown()
