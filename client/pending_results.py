@@ -318,7 +318,7 @@ def _merged(
         while at < end and acks[at][0] is stream:
             at += 1
         run = acks[start:at]
-        _, offset, first, count = max(run, key=_position)
+        _, offset, first, count = max(run, key=_end)
         line = lines.get(stream)
         if stream in unmerged or (line is not None and line[0].offset <= offset):
             merged += [(*ack[1:], False) for ack in run]
@@ -352,5 +352,6 @@ def _joined(before: Acknowledged, after: Acknowledged) -> Acknowledged | None:
     return (*before[:3], before[3] + after[3]) if follows else None
 
 
-def _position(ack: Acknowledged) -> tuple[int, int]:
-    return ack[1], ack[2]
+def _end(ack: Acknowledged) -> tuple[int, int]:
+    """Offset, and index after the last event."""
+    return ack[1], ack[2] + ack[3]

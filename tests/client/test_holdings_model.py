@@ -453,3 +453,20 @@ def test_a_rejection_gives_back_what_an_earlier_parcel_left() -> None:
     model.the_account_is_right()
     assert model.holdings.take() is None
     model.teardown()
+
+
+def test_an_acknowledgement_covers_events_that_are_acknowledged_again_with_later_ones() -> None:
+    """The silo takes the first of two events back while the user has it, and delivers both. The user acknowledges the
+    first, and then both, before anything is sent."""
+    model = ConsumerAndSilos()
+    model.publish(sizes=[0, 0], stream=STREAMS[0])
+    model.talk(kept=0, most=1)
+    model.take()
+    model.take_back(number=0)
+    model.hand_out_more(which=0, most=2)
+    model.acknowledge_a_batch(which=0)
+    model.receive(number=0)
+    model.take()
+    model.acknowledge_a_batch(which=0)
+    model.the_account_is_right()
+    model.teardown()
