@@ -13,18 +13,19 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import cache_from_source
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from watchfiles import Change, DefaultFilter
 from watchfiles import awatch as watch_files  # pyright: ignore[reportUnknownVariableType] (trio may be missing)
 
-from ..server.config import GrpcConfig, HttpConfig
+from ..server.config import GrpcConfig, HttpConfig, is_loopback
 from ..silo.config import SiloConfig, check
-from ..silo.config_loader import load_config
+from ..silo.config_loader import check_variables, load_config
 from ..silo.supervisor import SiloWorker
 from ..store.datadir import open_data_directory
 from ..streams.background import BackgroundTasks, first_of
@@ -46,31 +47,45 @@ LOOPBACK = "127.0.0.1"
 def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_port: int) -> int:
     """Serve the project in the working directory until a signal. Return the exit code.
 
-    If the silo cannot start, or ends by itself, the reason is logged, and the next change starts it again. Raises Busy
-    if a port is taken.
+    If the silo cannot start because of a file of the project, or ends by itself, the reason is logged, and the next
+    change starts it again. Raises InvalidArgument for an option or variable that no change of a file can make right,
+    and Busy if a port is taken.
     """
+    grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen", "HOST:PORT"))
+    http = HttpConfig(host=LOOPBACK, port=_free_port(LOOPBACK, http_port, "--port", "PORT"))
+    if grpc.port == http.port:
+        raise InvalidArgument(f"--listen and --port have the same port {http.port}: give another one to one of them")
+    silo = ReloadingSilo(config, data, grpc, http)
+    check_variables(os.environ, silo.flags)
     log_to_stderr("info")
-    grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen HOST:PORT"))
-    http = HttpConfig(host=LOOPBACK, port=_free_port(LOOPBACK, http_port, "--port PORT"))
     _make_data_directory(data)
-    asyncio.run(ReloadingSilo(config, data, grpc, http).run())
+    asyncio.run(silo.run())
     return DONE
 
 
-def _free_port(host: str, port: int, option: str) -> int:
-    """Return the port, or a free one for 0, so that it stays the same over restarts. Raises Busy if it is taken."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+def _free_port(host: str, port: int, option: str, value: str) -> int:
+    """Return the port, or a free one for 0, so that it stays the same over restarts.
+
+    Raises InvalidArgument if the silo can never listen at the address, Busy if another process does.
+    """
+    given = f"{option} {GrpcConfig(host=host).at(port) if value == 'HOST:PORT' else port}"
+    if not is_loopback(host):
+        raise InvalidArgument(
+            f"{given}: not an address of this machine alone, and headrace dev has no TLS: write {LOOPBACK}:{port}, or "
+            "serve other machines with headrace silo"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise Busy(
-                f"{host}:{port} is in use, perhaps by another `headrace dev`: stop that process, or give {option}"
-            ) from None
-        return probe.getsockname()[1]
+            return probe.getsockname()[1]
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise InvalidArgument(f"{given}: {error.strerror}: give another {value}") from None
+    raise Busy(
+        f"{host}:{port} is in use, perhaps by another `headrace dev`: stop that process, or give {option} {value}"
+    )
 
 
 def _make_data_directory(data: Path) -> None:
@@ -107,6 +122,15 @@ class ReloadingSilo:
         self._stopping = asyncio.Event()
         self._worker: SiloWorker | None = None
 
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """The options that the command line decides, whatever silo.toml and variables say."""
+        return {
+            "data": str(self._data),
+            "grpc": {"host": self._grpc.host, "port": self._grpc.port},
+            "http": {"host": self._http.host, "port": self._http.port},
+        }
+
     async def run(self) -> None:
         """Serve until a signal. A second signal kills the silo."""
         handle_signals(lambda _: self._stopping.set(), self._kill)
@@ -129,7 +153,7 @@ class ReloadingSilo:
             if fault := await self._serve():
                 log.error("%s", fault)
                 log.info("the silo starts again when a file changes")
-                await self._until_told()
+                await self._changed_or_stopping()
 
     def _forget_compiled(self) -> None:
         """Delete compiled changed modules: Python takes a file that changed within the same second for the same one."""
@@ -139,26 +163,26 @@ class ReloadingSilo:
                 with suppress(OSError):  # there is none, or its folder is read-only
                     Path(cache_from_source(path)).unlink()
 
-    async def _until_told(self) -> None:
-        """Wait for a change or for the end."""
+    async def _changed_or_stopping(self) -> None:
+        """Wait until a file changes, or until a signal stops the command."""
         await first_of(self._changed.wait(), self._stopping.wait(), name="headrace dev change")
 
     async def _serve(self) -> str:
-        """Run the silo until it is told to stop, or ends by itself. Return the reason of the latter, else ""."""
+        """Run the silo until it is stopped, or ends by itself. Return the reason of the latter, else ""."""
         try:
             config = self._load()
         except (InvalidArgument, OSError) as error:
             return str(error)
         self._worker = SiloWorker(config)
         async with BackgroundTasks() as background:
-            background.start(self._stop_when_told(self._worker), "headrace dev stop")
+            background.start(self._stop_on_change(self._worker), "headrace dev stop")
             ended = await self._worker.run()
         if self._changed.is_set() or self._stopping.is_set():
             return ""
         return ended.why if ended.reported.error else f"the silo ended: {ended.why}"
 
-    async def _stop_when_told(self, worker: SiloWorker) -> None:
-        await self._until_told()
+    async def _stop_on_change(self, worker: SiloWorker) -> None:
+        await self._changed_or_stopping()
         await worker.started.wait()
         worker.signal(signal.SIGTERM)
         await asyncio.sleep(KILL_S)
@@ -174,12 +198,7 @@ class ReloadingSilo:
 
         Raises InvalidArgument if it is wrong, OSError if it cannot be read.
         """
-        flags = {
-            "data": str(self._data),
-            "grpc": {"host": self._grpc.host, "port": self._grpc.port},
-            "http": {"host": self._http.host, "port": self._http.port},
-        }
-        loaded = load_config(self._file, os.environ, flags)
+        loaded = load_config(self._file, os.environ, self.flags)
         config = msgspec.structs.replace(
             loaded,
             grpc=self._grpc,

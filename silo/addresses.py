@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..streams.errors import InvalidArgument
 
+HIGHEST_PORT = 65535
 _POSTGRES = ("postgresql", "postgresql+psycopg")
 
 
@@ -19,6 +20,8 @@ def parse_address(text: str) -> tuple[str, int]:
         host = ""
     if not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII):
         raise InvalidArgument(f"{text!r} is no address: write HOST:PORT, as in 127.0.0.1:9465 or [::1]:9465")
+    if int(port) > HIGHEST_PORT:
+        raise InvalidArgument(f"{text!r} is no address: ports are numbers up to {HIGHEST_PORT}")
     return host, int(port)
 
 

@@ -67,6 +67,17 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Table) -> 
 
         _CONFIG.convert(table, in_file)  # by itself, so that errors name the file
         table = resolve_paths(table, file.absolute().parent)
+    config = _converted(table, environ, flags)
+    check(config)
+    return config
+
+
+def check_variables(environ: Mapping[str, str], flags: Table) -> None:
+    """Raise InvalidArgument if a variable that no flag overrides has a wrong value, or names no option."""
+    _converted({}, environ, flags)
+
+
+def _converted(table: Table, environ: Mapping[str, str], flags: Table) -> SiloConfig:
     variables = parse_environment(environ)
 
     def name(path: OptionPath) -> str:
@@ -77,9 +88,7 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Table) -> 
 
     for at, value in variables.values():
         table = merge(table, nested(at, value))
-    config = _CONFIG.convert(merge(table, flags), name)
-    check(config)
-    return config
+    return _CONFIG.convert(merge(table, flags), name)
 
 
 def named_source(error: InvalidArgument, file: Path | None, environ: Mapping[str, str]) -> InvalidArgument:

@@ -14,7 +14,7 @@ from watchfiles import Change
 from headrace import SyncClient
 from headrace.cli.development import ProjectFilter
 from headrace.cli.log_format import ColourFormatter
-from tests.cli.commandline import SCRIPT, Headrace
+from tests.cli.commandline import ENVIRONMENT, SCRIPT, Headrace
 from tests.cli.projects import DevelopmentProcess
 from tests.test_readme import free_ports
 
@@ -119,6 +119,36 @@ def test_a_port_in_use_is_told_with_its_option(taken: int, option: str, tmp_path
     assert refused.startswith(f"127.0.0.1:{port + taken} is in use")
     assert refused.endswith(f"or give {option}")
     assert not (tmp_path / ".headrace").exists()
+
+
+@pytest.mark.parametrize(
+    ("listen", "port", "problem"),
+    [
+        ("0.0.0.0:9465", 9464, "--listen 0.0.0.0:9465: not an address of this machine alone, and headrace dev has no"),
+        ("shop.invalid:9465", 9464, "--listen shop.invalid:9465: not an address of this machine alone"),
+        ("[2001:db8::1]:9465", 9464, "--listen [2001:db8::1]:9465: not an address of this machine alone"),
+        ("127.0.0.1", 9464, "'127.0.0.1' is no address: write HOST:PORT"),
+        ("127.0.0.1:65536", 9464, "'127.0.0.1:65536' is no address: ports are numbers up to 65535"),
+        ("127.0.0.1:{free}", "{free}", "--listen and --port have the same port {free}: give another one"),
+    ],
+)  # fmt: skip
+def test_an_address_that_can_never_be_right_ends_the_command(
+    listen: str, port: int | str, problem: str, tmp_path: Path, headrace: Headrace
+) -> None:
+    headrace("init")
+    free = free_ports(1)
+    arguments = ["--listen", listen.format(free=free), "--port", str(port).format(free=free)]
+    assert headrace("dev", *arguments).refused(2).startswith(problem.format(free=free))
+    assert not (tmp_path / ".headrace").exists()
+
+
+def test_a_variable_that_can_never_be_right_ends_the_command(
+    headrace: Headrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headrace("init")
+    monkeypatch.setitem(ENVIRONMENT, "HEADRACE_DRAIN_S", "soon")
+    refused = headrace("dev", "--listen", "127.0.0.1:0", "--port", "0").refused(2)
+    assert refused.startswith('HEADRACE_DRAIN_S = "soon": expected')
 
 
 def test_a_directory_without_a_project_is_told(tmp_path: Path, headrace: Headrace) -> None:

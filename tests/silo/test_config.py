@@ -525,6 +525,12 @@ def test_another_text_is_no_address(text: str):
         parse_address(text)
 
 
+def test_a_port_is_at_most_65535():
+    assert parse_address("h:65535") == ("h", 65535)
+    with pytest.raises(InvalidArgument, match="'h:65536' is no address: ports are numbers up to 65535"):
+        parse_address("h:65536")
+
+
 # Files of TLS
 
 
