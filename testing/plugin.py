@@ -15,6 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from ..silo.options import ProviderKeywords
     from .provider import TestProvider
+    from .runner import VirtualTimeRunner
 
 FIXTURE = "headrace"
 _OTHER_PLUGINS = ("asyncio", "anyio")
@@ -28,11 +29,20 @@ def headrace_options() -> ProviderKeywords:
 
 
 @pytest.fixture
-def headrace(headrace_options: ProviderKeywords) -> Iterator[TestProvider]:
-    """A provider in memory, in virtual time. An async test that uses it runs in the provider's event loop."""
-    from .provider import opened_provider  # noqa: PLC0415 (it loads the whole engine)
+def _headrace_runner() -> Iterator[VirtualTimeRunner]:
+    """The event loop of a test. It is there before the provider, for async fixtures that `headrace_options` uses."""
+    from .runner import VirtualTimeRunner  # noqa: PLC0415 (as below)
 
-    with opened_provider(**headrace_options) as provider:
+    with VirtualTimeRunner() as runner:
+        yield runner
+
+
+@pytest.fixture
+def headrace(headrace_options: ProviderKeywords, _headrace_runner: VirtualTimeRunner) -> Iterator[TestProvider]:
+    """A provider in memory, in virtual time. An async test that uses it runs in the provider's event loop."""
+    from .provider import opened_in  # noqa: PLC0415 (it loads the whole engine)
+
+    with opened_in(_headrace_runner, headrace_options) as provider:
         yield provider
 
 
@@ -51,7 +61,7 @@ class HeadraceFunction(pytest.Function):
             __tracebackhide__ = True
             provider.run(test(**arguments))
 
-        from .provider import WaitsForeverError  # noqa: PLC0415 (as above)
+        from .runner import WaitsForeverError  # noqa: PLC0415 (as above)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self, "obj", call)
@@ -90,9 +100,9 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Gen
     """Run the async fixtures of a test that uses the fixture in the same event loop."""
     if fixturedef.scope != "function" or not _is_async(fixturedef.func) or not _uses_fixture(request.node):
         return (yield)
-    provider: TestProvider = request.getfixturevalue(FIXTURE)
+    runner: VirtualTimeRunner = request.getfixturevalue(_headrace_runner.__name__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixturedef, "func", _in_loop(fixturedef.func, request.instance, provider))
+        patch.setattr(fixturedef, "func", _in_loop(fixturedef.func, request.instance, runner))
         return (yield)
 
 
@@ -111,20 +121,20 @@ def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
-def _in_loop(function: Any, instance: object, provider: TestProvider) -> Any:
-    """Return a fixture function that runs an async one in the loop of the provider."""
+def _in_loop(function: Any, instance: object, runner: VirtualTimeRunner) -> Any:
+    """Return a fixture function that runs an async one in the loop of the test."""
     if instance is not None and inspect.ismethod(function):
         function = function.__func__.__get__(instance)
 
     @functools.wraps(function)
     def value(*args: Any, **arguments: Any) -> Iterator[Any]:
         if inspect.iscoroutinefunction(function):
-            yield provider.run(function(*args, **arguments))
+            yield runner.run(function(*args, **arguments))
             return
         values = function(*args, **arguments)
-        yield provider.run(_next(values))
+        yield runner.run(_next(values))
         with pytest.raises(StopAsyncIteration):  # else it yields more than once
-            provider.run(_next(values))
+            runner.run(_next(values))
 
     return value
 

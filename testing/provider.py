@@ -13,28 +13,23 @@ from ..silo.opening import ProviderParts, open_parts
 from ..silo.options import ProviderKeywords, ProviderOptions
 from ..silo.provider import LocalSubscription
 from ..streams.arguments import check_integer, check_options, check_seconds
-from ..streams.clock import replaced_clock
-from ..streams.errors import InvalidArgument, NotFound, StorageError
+from ..streams.errors import NotFound, StorageError
 from ..streams.handlers import SubscriptionDeclaration, declared
 from .deliveries import DeliveryHistory, since_start
 from .faults import FaultyAdapter, HandlerFault, PublishFault
 from .mirrored_store import MirroredStore
 from .results import RecordedProvider
-from .virtual_time import NothingLeftToHappenError, VirtualTimeLoop
+from .runner import VirtualTimeRunner, WaitsForeverError, check_no_running_loop
 
 _T = TypeVar("_T")
 
 WITHIN = timedelta(days=1)
 """Default time within which everything has to be handled."""
-_LOOK_S = 1.0
+_REDRIVE_POLL_S = 1.0
 
 
 class InjectedError(Exception):
     """The default error of a handler that is told to fail."""
-
-
-class WaitsForeverError(AssertionError):
-    """The test waits for something that never happens."""
 
 
 class TestProvider(RecordedProvider):
@@ -43,23 +38,27 @@ class TestProvider(RecordedProvider):
     __test__ = False  # pytest would take it for a class of tests
 
     @classmethod
-    async def open_for_test(cls, loop: VirtualTimeLoop, options: ProviderKeywords) -> TestProvider:
-        """Open a provider with everything in memory; the caller closes it. `options` as in `Provider.open`."""
+    async def open_for_test(cls, runner: VirtualTimeRunner, options: ProviderKeywords) -> TestProvider:
+        """Open a provider with everything in memory, in the loop of a runner; the caller closes it. `options` as in
+        `Provider.open`."""
         check_options("headrace_options", options, ProviderKeywords.__annotations__)
         chosen: ProviderKeywords = {"adapter": "memory", "options": {"rewindable": True}, "delays": "store"}
         parts = await open_parts(None, ProviderOptions(**(chosen | options)), stores=MirroredStore)
-        history = DeliveryHistory(since_start(loop))
+        history = DeliveryHistory(since_start(runner.loop))
         adapter = FaultyAdapter(parts.adapter, history)
-        provider = cls(parts._replace(adapter=adapter), adapter, history)
+        provider = cls(parts._replace(adapter=adapter), adapter, history, runner)
+        runner.set_awaits_outside(lambda: provider.awaits_outside)
         if parts.options.outbox is not None:
             await provider.open_outbox(parts.options.outbox)
         provider.begin()
         return provider
 
-    def __init__(self, parts: ProviderParts, adapter: FaultyAdapter, history: DeliveryHistory) -> None:
+    def __init__(
+        self, parts: ProviderParts, adapter: FaultyAdapter, history: DeliveryHistory, runner: VirtualTimeRunner
+    ) -> None:
         super().__init__(parts, history)
         self._faulty = adapter
-        self._runner: asyncio.Runner | None = None
+        self._runner = runner
         self._waiting = False
 
     @property
@@ -116,7 +115,7 @@ class TestProvider(RecordedProvider):
     async def _due_in_s(self) -> float | None:
         """The time until delayed events or redrives may be due; None if there are none."""
         if await self.store.redrives(self.name, list(self.manager.served)):
-            return _LOOK_S
+            return _REDRIVE_POLL_S
         due_in_s = None if self.delays is None else await self.delays.store.due_in_s(self.name, "")
         return None if due_in_s is None else max(due_in_s, 0.001)
 
@@ -124,16 +123,11 @@ class TestProvider(RecordedProvider):
         """Run a coroutine in the test's event loop. For tests that are plain functions. Raises WaitsForeverError,
         an AssertionError, if it waits for something that never happens."""
         __tracebackhide__ = True
-        assert self._runner is not None
         try:
             return self._runner.run(main)
-        except NothingLeftToHappenError as error:
-            problem = f"{_place(main)} waits for ever: {error}"
+        except WaitsForeverError as error:
+            problem = str(error)
         raise WaitsForeverError(self._with_history(problem))
-
-    def bind(self, runner: asyncio.Runner) -> None:
-        """Let `run` use this runner."""
-        self._runner = runner
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
@@ -181,29 +175,16 @@ def opened_provider(**options: Unpack[ProviderKeywords]) -> Generator[TestProvid
 
     Raises InvalidArgument for wrong options, and if an event loop runs in this thread.
     """
-    if asyncio._get_running_loop() is not None:  # noqa: SLF001 (documented, for code like this)
-        raise InvalidArgument("opened_provider has an event loop of its own: call it outside of a running one")
-    loops = list[VirtualTimeLoop]()
-    opened = list[TestProvider]()
-
-    def new_loop() -> VirtualTimeLoop:
-        loops.append(VirtualTimeLoop(lambda: not opened or opened[0].awaits_outside))
-        return loops[0]
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        loop = runner.get_loop()
-        with replaced_clock(loops[0].wall_us):
-            provider = runner.run(TestProvider.open_for_test(loops[0], options))
-            opened.append(provider)
-            provider.bind(runner)
-            try:
-                yield provider
-            finally:
-                runner.run(provider.aclose(0.0))
-    assert loop.is_closed()
+    check_no_running_loop()
+    with VirtualTimeRunner() as runner, opened_in(runner, options) as provider:
+        yield provider
 
 
-def _place(main: Coroutine[Any, Any, Any]) -> str:
-    """Return where a coroutine waits."""
-    frame = getattr(main, "cr_frame", None)
-    return "the test" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} (in {frame.f_code.co_name})"
+@contextmanager
+def opened_in(runner: VirtualTimeRunner, options: ProviderKeywords) -> Generator[TestProvider]:
+    """Open a `TestProvider` in the event loop of a runner, for the length of a `with`."""
+    provider = runner.run(TestProvider.open_for_test(runner, options))
+    try:
+        yield provider
+    finally:
+        runner.run(provider.aclose(0.0))

@@ -74,7 +74,7 @@ class RecordedProvider(Provider):
         if found != expected:
             self._fail(f"{subscription} handled other events of {stream}", _listed(expected), _listed(found), stream)
 
-    def assert_retries(self, subscription: str, stream: StreamId | str, times: int) -> None:
+    def assert_failed_deliveries(self, subscription: str, stream: StreamId | str, times: int) -> None:
         """Check how many deliveries of a stream's events failed, with those before a dead letter."""
         __tracebackhide__ = True
         errors = [each.error for each in self.deliveries(subscription, stream)]

@@ -23,7 +23,7 @@ async def test_orders_are_followed_and_one_that_cannot_be_shipped_becomes_a_dead
     headrace.assert_delivered("follow", "orders/1", ["placed", "paid", "shipped"])
     headrace.assert_delivered("ship", "orders/1", ["placed", "shipped"])
     headrace.assert_dead_letter("ship", "orders/1", "paid", reason="no carrier delivers there", attempts=2)
-    headrace.assert_retries("ship", "orders/0", 0)
+    headrace.assert_failed_deliveries("ship", "orders/0", 0)
 
 
 async def test_following_counts_a_step_twice_if_it_is_delivered_again(headrace: TestProvider) -> None:

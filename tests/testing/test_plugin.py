@@ -127,3 +127,54 @@ def test_another_fixture_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
     shown = run_pytest(tmp_path, *[word for option in options for word in ("-o", option)], tests=tests)
     assert "1 failed, 1 passed" in shown, shown
     assert "INTERNALERROR" not in shown
+
+
+OPTIONS_FROM_ASYNC_FIXTURES = """
+import asyncio
+
+import pytest
+
+ended = []
+
+
+@pytest.fixture
+async def queues():
+    await asyncio.sleep(3600)
+    yield asyncio.get_running_loop(), 3
+    await asyncio.sleep(3600)
+    ended.append("queues")
+
+
+@pytest.fixture
+async def headrace_options(queues):
+    await asyncio.sleep(3600)
+    assert asyncio.get_running_loop() is queues[0]
+    return {{"queues": queues[1]}}
+
+
+async def test_async(headrace, queues):
+    assert headrace.queues == 3
+    assert asyncio.get_running_loop() is queues[0]
+
+
+def test_sync(headrace):
+    assert ended == ["queues"]
+    assert headrace.queues == 3
+
+
+@pytest.fixture
+async def stuck():
+    await asyncio.Event().wait()
+
+
+async def test_stuck(stuck, headrace):
+    pass
+"""
+
+
+@pytest.mark.parametrize("arguments", [["-p", "no:asyncio", "-p", "no:anyio"], ["-o", "asyncio_mode=auto"]])
+def test_the_options_of_the_provider_may_come_from_async_fixtures(tmp_path: Path, arguments: list[str]) -> None:
+    scope = [] if "no:asyncio" in arguments else ["-o", "asyncio_default_fixture_loop_scope=function"]
+    shown = run_pytest(tmp_path, *arguments, *scope, tests=OPTIONS_FROM_ASYNC_FIXTURES)
+    assert "2 passed, 1 error" in shown, shown
+    assert "(in stuck) waits for ever: every task waits" in shown

@@ -65,7 +65,7 @@ async def test_everything_is_handled_with_retries_of_minutes_and_delays_of_hours
     await headrace.settled()
     assert handler.seen == ["a", "b", "later"]
     headrace.assert_delivered("ship", ORDER, ["a", "b", "later"])
-    headrace.assert_retries("ship", ORDER, 3)
+    headrace.assert_failed_deliveries("ship", ORDER, 3)
     headrace.assert_nothing_lost()
     assert headrace.deliveries("ship")[-1].at >= timedelta(hours=20)
     assert time.thread_time() - began < 5, "hours cost milliseconds"  # of the processor, so load does not matter
@@ -276,7 +276,7 @@ async def test_a_handler_fails_before_or_after_its_work(headrace: TestProvider) 
     await headrace.publish(ORDER, "b")
     await headrace.settled()
     assert handler.seen == ["a", "b", "b"]
-    headrace.assert_retries("one", ORDER, 3)
+    headrace.assert_failed_deliveries("one", ORDER, 3)
     errors = [type(each.error) for each in headrace.deliveries("one", "orders/1") if each.error]
     assert errors == [InjectedError, InjectedError, Unavailable]
 
@@ -355,7 +355,7 @@ async def test_failed_assertions_show_what_was_expected_and_the_history_of_the_s
     with pytest.raises(AssertionError, match=r"expected: one dead letter with payload 'a'"):
         headrace.assert_dead_letter("ship", "orders/1", "a")
     with pytest.raises(AssertionError, match=r"expected: 3\n *found: *1"):
-        headrace.assert_retries("ship", "orders/1", 3)
+        headrace.assert_failed_deliveries("ship", "orders/1", 3)
 
 
 async def test_paused_streams_skipped_events_and_running_handlers_count_as_lost(headrace: TestProvider) -> None:
