@@ -18,7 +18,7 @@ from .grpc_cases import SELECTOR, take
 from .worker import StartingGate
 
 HANDLED = "handled"
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 @subscription(HANDLED, SELECTOR, batch=True, start=Start.earliest())
@@ -61,7 +61,7 @@ async def _until_handled(gate: StartingGate, control: str, batches: int) -> None
         while True:
             if _done(await store.checkpoints("default", HANDLED)) >= batches:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         gate.done()
     finally:
         await store.aclose()

@@ -32,7 +32,7 @@ from .harness import machine, markdown
 
 PROVIDER = "measured"
 MATURITY_S = 2.0
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 class Counts:
@@ -132,7 +132,7 @@ class Cluster:
 
     async def until_even(self) -> None:
         while not self.even:  # noqa: ASYNC110 (what is measured must not be told of)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
         for silo in list(self.silos):

@@ -40,21 +40,21 @@ class CopiedDirectory(NamedTuple):
     """The adapter of each provider whose queues are not in the directory: they are not part of the copy."""
 
 
-async def back_up(data: Path, target: Path, tell: Callable[[CheckedAmounts], None]) -> CopiedDirectory:
+async def back_up(data: Path, target: Path, report_progress: Callable[[CheckedAmounts], None]) -> CopiedDirectory:
     """Copy the data directory `data` to `target`, and check the copy. Silos may run meanwhile.
 
     The copy is a data directory with every event whose publish returned before the call, and with progress that is not
-    ahead of the events. `tell` is called with the extent of the check so far.
+    ahead of the events. `report_progress` is called with the extent of the check so far.
 
     Raises InvalidArgument if `target` is there and not empty, Busy if another process writes to it, DataDirectoryError
     if `data` is none, has its control data in a database, or is damaged; StorageFull, StorageError. Then there is no
     `target`.
     """
     source = await asyncio.to_thread(find_data_directory, data)
-    return await _copy(source, target, tell)
+    return await _copy(source, target, report_progress)
 
 
-async def restore(backup: Path, data: Path, tell: Callable[[CheckedAmounts], None]) -> CopiedDirectory:
+async def restore(backup: Path, data: Path, report_progress: Callable[[CheckedAmounts], None]) -> CopiedDirectory:
     """Make the data directory `data` from a backup, and check it.
 
     Offsets of events that were published after the backup are not used again, because consumers, jobs and databases of
@@ -63,11 +63,11 @@ async def restore(backup: Path, data: Path, tell: Callable[[CheckedAmounts], Non
     Raises as `back_up` does.
     """
     source = await asyncio.to_thread(find_data_directory, backup)
-    return await _copy(source, data, tell, restored=True)
+    return await _copy(source, data, report_progress, restored=True)
 
 
 async def _copy(
-    source: DataDirectory, target: Path, tell: Callable[[CheckedAmounts], None], *, restored: bool = False
+    source: DataDirectory, target: Path, report_progress: Callable[[CheckedAmounts], None], *, restored: bool = False
 ) -> CopiedDirectory:
     if await asyncio.to_thread(has_other_store, source.path):
         raise DataDirectoryError(
@@ -86,7 +86,7 @@ async def _copy(
                 await asyncio.to_thread(_copy_log, source.path, made, provider.name)
         # Last: without it, the directory is refused.
         await asyncio.to_thread(_copy_marker, source.path, made)
-        check = DirectoryCheck(made, None, tell)
+        check = DirectoryCheck(made, None, report_progress)
         await check.run()
         if check.findings:
             first, number = check.findings[0], counted(len(check.findings), "fault")

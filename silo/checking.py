@@ -52,17 +52,17 @@ class CheckedAmounts(NamedTuple):
 class DirectoryCheck:
     """One check of a data directory; `findings` and `checked` grow while it runs.
 
-    `tell` is called with the extent of the check so far, about every 8 MiB, from any thread.
+    `report_progress` is called with the extent of the check so far, about every 8 MiB, from any thread.
     """
 
-    def __init__(self, data: Path, control: str | None, tell: Callable[[CheckedAmounts], None]) -> None:
+    def __init__(self, data: Path, control: str | None, report_progress: Callable[[CheckedAmounts], None]) -> None:
         self.findings: list[CheckFinding] = []
         self.checked = CheckedAmounts()
         self.skipped: list[str] = []
         """Parts that could not be checked from here, and are no fault."""
         self._data = data
         self._control = control
-        self._tell = tell
+        self._report_progress = report_progress
 
     async def run(self) -> None:
         """Read everything. Raises NotFound or DataDirectoryError if the directory is none of headrace's, or its control
@@ -187,7 +187,7 @@ class DirectoryCheck:
 
     def _read(self, nbytes: int) -> None:
         self.checked = self.checked._replace(nbytes=self.checked.nbytes + nbytes)
-        self._tell(self.checked)
+        self._report_progress(self.checked)
 
     def _queue(self, name: str, queue: int, report: QueueReport) -> None:
         where, repair = f"provider {name!r}, queue {queue}", self._remedy("repair queue", queue, provider=name)

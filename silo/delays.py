@@ -31,7 +31,7 @@ from ..streams.producer_ledger import LastCall
 
 log = logging.getLogger("headrace.silo")
 
-LOOK_S = 5.0
+POLL_S = 5.0
 """Interval of looking for batches that other processes stored, in seconds. If no other process has the store, there is
 no such interval."""
 HOLD_S = 5.0
@@ -274,7 +274,7 @@ class DelayingAdapter(ForwardingAdapter):
         batch wakes this loop."""
         due_in_s = await self.store.due_in_s(self._provider, self._holder)
         if due_in_s is None or due_in_s > 0:
-            return min(math.inf if due_in_s is None else due_in_s, math.inf if self.store.private else LOOK_S)
+            return min(math.inf if due_in_s is None else due_in_s, math.inf if self.store.private else POLL_S)
         releases = await self.store.claim(self._provider, self._holder, HOLD_S)
         if not releases:
             return FIRST_PAUSE_S  # another process was faster, and publishes it

@@ -16,7 +16,7 @@ from .subscription_locks import SubscriptionLocks
 
 log = logging.getLogger("headrace.silo")
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """How often a process that stands by looks whether the serving process has ended, in seconds."""
 CHECK_DELETED_S = 1.0
 """How often it looks whether a subscription was deleted, in seconds."""
@@ -79,9 +79,9 @@ class Standby:
         return left
 
     async def _run(self) -> None:
-        await run_periodically(self._look, LOOK_S)
+        await run_periodically(self._take_over_free, POLL_S)
 
-    async def _look(self) -> None:
+    async def _take_over_free(self) -> None:
         """Take over all subscriptions that no other process serves now."""
         async with self._taking_over:
             if not self._waiting:

@@ -48,8 +48,8 @@ class SubscriptionHost(QueuePositions):
         self._locks = SubscriptionLocks(
             parts.directory, self.name, shared=parts.leased, one_reader=not parts.adapter.capabilities.rewindable
         )
-        self._beginning: set[str] = set()
-        """Subscriptions that this process is about to serve."""
+        self._starting: set[str] = set()
+        """Subscriptions that this process begins to serve, and does not serve yet."""
         self.manager.subscriptions.on_fenced = self._locks.release
         self.manager.subscriptions.may_serve = self._locks.holds
         self.standby = Standby(
@@ -95,10 +95,10 @@ class SubscriptionHost(QueuePositions):
         Raises Busy if this process serves it already, or, unless `stands_by`, another process does.
         """
         name = definition.name
-        if name in self.manager.served or name in self.standby.waiting or name in self._beginning:
+        if name in self.manager.served or name in self.standby.waiting or name in self._starting:
             hint = "use another name, or close the other subscription first"
             raise Busy(f"subscription {name!r} is already served by this process", hint=hint)
-        self._beginning.add(name)
+        self._starting.add(name)
         try:
             await self._locks.take(name)
         except Busy as error:
@@ -115,7 +115,7 @@ class SubscriptionHost(QueuePositions):
         else:
             await self._serve_locked(definition, service, start)
         finally:
-            self._beginning.discard(name)
+            self._starting.discard(name)
 
     async def _serve_locked(
         self, definition: SubscriptionDefinition, service: DeliveryService, start: Mapping[int, Checkpoint] | None
@@ -162,7 +162,7 @@ class SubscriptionHost(QueuePositions):
         finally:
             # Also if it was not found, because it is about to be attached again: without the lock it is not. But the
             # lock of a call of `serve` that has just begun stays.
-            if name not in self._beginning:
+            if name not in self._starting:
                 self._locks.release(name)
 
     def service_of(self, name: str) -> DeliveryService | None:

@@ -36,7 +36,7 @@ def away_backoff() -> Backoff:
 
 class _Waiting(NamedTuple):
     events: Sequence[PushedEvent]
-    tell: OnOutcome
+    on_outcome: OnOutcome
     deadline: float
     nbytes: int
 
@@ -74,14 +74,14 @@ class ShardPusher:
         """The server did not answer a moment ago."""
         return self._watch.silent or asyncio.get_running_loop().time() < self._away_until
 
-    def push(self, events: Sequence[PushedEvent], tell: OnOutcome) -> None:
-        """Store all events or none, behind those pushed before. `tell` is called with their positions or with the
+    def push(self, events: Sequence[PushedEvent], on_outcome: OnOutcome) -> None:
+        """Store all events or none, behind those pushed before. `on_outcome` is called with their positions or with the
         error.
 
         Raises QueueFull.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
-        one = _Waiting(events, tell, deadline, sum(len(event.body) for event in events))
+        one = _Waiting(events, on_outcome, deadline, sum(len(event.body) for event in events))
         if self._pending and self._pending + one.cost > MAX_PENDING_BYTES:
             raise QueueFull(
                 f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
@@ -154,7 +154,7 @@ class ShardPusher:
             at += len(one.events)
             if id(one) in waiting:
                 self._pending -= one.cost
-                one.tell(mine)
+                one.on_outcome(mine)
 
     def _expire(self, waiting: Sequence[_Waiting], error: ServerAway) -> list[_Waiting]:
         """Fail the calls whose time is up. Return the others."""
@@ -172,4 +172,4 @@ class ShardPusher:
     def _settle(self, waiting: Sequence[_Waiting], error: HeadraceError) -> None:
         for one in waiting:
             self._pending -= one.cost
-            one.tell(error)
+            one.on_outcome(error)

@@ -139,13 +139,13 @@ class TopScreen:
             self.filter += key
         self.chosen = 0
 
-    def look_into(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def open_details(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows and self.target is None and self.table != "silos":
             row = rows[min(self.chosen, len(rows) - 1)]
             self.target = row["provider"], str(row["index"] if self.table == "queues" else row["name"])
             self.scrolled = 0
 
-    def go_back(self, _: Sequence[Mapping[str, Any]]) -> None:
+    def close_details(self, _: Sequence[Mapping[str, Any]]) -> None:
         if self.target is not None:
             self.target = None
         else:
@@ -164,7 +164,7 @@ class TopScreen:
     def sort(self, _: Sequence[Mapping[str, Any]]) -> None:
         self._sorted_by[self.table] = (self._sorted_by.get(self.table, -1) + 1) % len(TABLES[self.table])
 
-    def turn_around(self, _: Sequence[Mapping[str, Any]]) -> None:
+    def reverse(self, _: Sequence[Mapping[str, Any]]) -> None:
         self._reversed = not self._reversed
 
     # ---- drawing ---------------------------------------------------------------------------------------------------
@@ -292,10 +292,10 @@ class TopScreen:
 
 
 _ACTIONS: Mapping[str, Callable[[TopScreen, Sequence[Mapping[str, Any]]], None]] = {
-    "enter": TopScreen.look_into,
-    "escape": TopScreen.go_back,
+    "enter": TopScreen.open_details,
+    "escape": TopScreen.close_details,
     "s": TopScreen.sort,
-    "r": TopScreen.turn_around,
+    "r": TopScreen.reverse,
     "up": lambda screen, rows: screen.move(-1, len(rows)),
     "k": lambda screen, rows: screen.move(-1, len(rows)),
     "down": lambda screen, rows: screen.move(1, len(rows)),

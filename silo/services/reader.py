@@ -34,7 +34,7 @@ RESPONSE_BYTES = 1 << 20
 """Most bytes of a response with more than one batch."""
 PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 """Most events and bytes of one read. Framing them blocks the event loop."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """How often a call that waits for space checks whether it has to end."""
 
 
@@ -215,7 +215,7 @@ class ReadCall:
         self._account.wake()
         while not reserved.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await reserved.wait()
             self._check_open()
 

@@ -39,7 +39,7 @@ SERVICE = "headrace.v1.SubscriptionService"
 LETTERS, MAX_LETTERS = 100, 1000
 MAX_PAUSED = 100
 MAX_IDS = 10_000
-LOOK_S = 0.25
+POLL_S = 0.25
 """Interval of reading the position of a subscription that another silo serves, in seconds."""
 
 _T = TypeVar("_T")
@@ -352,13 +352,13 @@ async def caught_up(provider: ProviderCore, name: str, ends: Mapping[int, int]) 
         served = provider.manager.served.get(name)
         delivery = served.deliveries.get(queue) if served else None
         if delivery is None:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             continue
         try:
             await delivery.waiters.wait_until(left[queue])
             left[queue] = 0
         except Closed:  # it was moved, or its agent stopped: look again
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def _done(at: Checkpoint, end: int) -> bool:

@@ -77,7 +77,7 @@ class FakeSession(StreamCall):
         self.responses.put_nowait(frames)
         return len(frames)
 
-    def tell(self, queue: int, state: int = SERVED, epoch: int = 1, generation: int = 0) -> None:
+    def send_status(self, queue: int, state: int = SERVED, epoch: int = 1, generation: int = 0) -> None:
         """Send the status of a queue."""
         status = pb.QueueStatus(queue=queue, epoch=epoch, generation=generation, assigned=True)
         status.state = pb.QueueStatus.State.ValueType(state)
@@ -126,7 +126,7 @@ class FakeSilo:
             response.placement.CopyFrom(self._silos.placement())
         session.say(response)
         for queue, epoch in (self.queues if session.opening.direct else self._silos.queues()).items():
-            session.tell(queue, epoch=epoch)
+            session.send_status(queue, epoch=epoch)
 
     @property
     def session(self) -> FakeSession:

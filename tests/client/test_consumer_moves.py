@@ -90,15 +90,15 @@ async def test_a_planned_move_releases_waiting_batches_and_reports_the_others_to
         first, second = await take(consumer), await take(consumer)
         await first.ack()
         await until(lambda: reports(old))
-        old.tell(0, DRAINING)
+        old.send_status(0, DRAINING)
         await until(lambda: any(report.released for report in reports(old)))
         assert [(each.offset, each.index) for report in reports(old) for each in report.released] == [(7, 0)]
         await second.ack()
         await until(lambda: len(reports(old)) == 3)
         assert [ack.offset for report in reports(old) for ack in report.acknowledgements] == [5, 6]
         save(old, reports(old)[-1])
-        old.tell(0, ENDED)
-        new.tell(0, epoch=silos.move(0, "a", "b"))
+        old.send_status(0, ENDED)
+        new.send_status(0, epoch=silos.move(0, "a", "b"))
         new.deliver(0, 7)
         assert (await take(consumer)).offset == 7
         await consumer.saved()
@@ -116,8 +116,8 @@ async def test_acknowledgements_that_are_not_confirmed_are_named_to_the_new_owne
         acknowledged, held = await take(consumer), await take(consumer)
         await acknowledged.ack()
         await until(lambda: reports(old))
-        old.tell(0, ENDED)
-        new.tell(0, epoch=silos.move(0, "a", "b"))
+        old.send_status(0, ENDED)
+        new.send_status(0, epoch=silos.move(0, "a", "b"))
         await until(lambda: reports(new))
         (report,) = reports(new)
         assert (report.epoch, [(each.key, each.offset, each.count) for each in report.unconfirmed]) == (
@@ -144,13 +144,13 @@ async def test_closing_waits_for_the_new_owner_of_a_queue_that_moves():
         silos["a"].session.deliver(0, 5)
         await (await take(consumer)).ack()
         await until(lambda: reports(silos["a"].session))
-        silos["a"].session.tell(0, ENDED)
+        silos["a"].session.send_status(0, ENDED)
         await until(lambda: 0 not in consumer.holdings.assignment)
         closing = asyncio.create_task(consumer.aclose(60))
         await asyncio.sleep(10)
         assert not closing.done()
         new = silos["b"].session
-        new.tell(0, epoch=silos.move(0, "a", "b"))
+        new.send_status(0, epoch=silos.move(0, "a", "b"))
         await until(lambda: reports(new))
         assert not new.is_closed
         save(new, reports(new)[-1])
@@ -187,7 +187,7 @@ async def test_closing_ends_in_time_if_no_silo_confirms(caplog: pytest.LogCaptur
         silos["a"].session.deliver(0, 5)
         await (await take(consumer)).ack()
         await until(lambda: reports(silos["a"].session))
-        silos["a"].session.tell(0, ENDED)
+        silos["a"].session.send_status(0, ENDED)
         await until(lambda: 0 not in consumer.holdings.assignment)
         await consumer.aclose(20)
     assert "its last events may be delivered again" in caplog.text

@@ -110,7 +110,7 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         self.queues[number].save()
 
     @rule(number=st.integers(0, 1))
-    def tell_progress(self, number: int) -> None:
+    def report_progress(self, number: int) -> None:
         link = self.links[number]
         caught_up = all(queue.caught_up for queue in self.queues if queue.owner is link)
         link.say(progress=pb.Progress(caught_up=caught_up))
@@ -401,7 +401,7 @@ class ConsumerAndSilos(RuleBasedStateMachine):
                 self.save(number)
             self._settle()
             for number in range(2):
-                self.tell_progress(number)
+                self.report_progress(number)
             self._settle()
         state = self.holdings.statistics()
         assert self.holdings.is_saved

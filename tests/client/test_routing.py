@@ -92,11 +92,11 @@ async def test_a_queue_is_followed_to_its_new_owner():
     silos = FakeSilos(a={0: 1, 1: 1}, b={2: 1})
     async with routed(silos) as made:
         await made.serving("a", "b")
-        silos["a"].session.tell(1, DRAINING)
-        silos["a"].session.tell(1, ENDED)
+        silos["a"].session.send_status(1, DRAINING)
+        silos["a"].session.send_status(1, ENDED)
         epoch = silos.move(1, "a", "b")
         silos.push("a", "b")
-        silos["b"].session.tell(1, epoch=epoch)
+        silos["b"].session.send_status(1, epoch=epoch)
         await made.until(lambda: made.queues() == {0: "a", 1: "b", 2: "b"})
         of_queue = [(state, epoch) for queue, state, epoch in made.user.statuses if queue == 1]
         assert of_queue == [(SERVED, 1), (DRAINING, 1), (ENDED, 1), (SERVED, 2)]
@@ -107,7 +107,7 @@ async def test_a_new_owner_gets_a_session_and_the_old_one_is_closed():
     silos = FakeSilos(a={0: 1}, b={1: 1}, c={})
     async with routed(silos) as made:
         await made.serving("a", "b")
-        silos["b"].session.tell(1, ENDED)
+        silos["b"].session.send_status(1, ENDED)
         silos.move(1, "b", "c")
         silos.push("a", "b")
         await made.serving("a", "c")
@@ -122,14 +122,14 @@ async def test_a_newer_owner_replaces_an_older_one_whose_batches_are_dropped():
         made.router.grant(100, 10_000)
         await made.serving("a", "b")
         await made.until(lambda: len(made.queues()) == 2)
-        silos["b"].session.tell(0, epoch=2)
+        silos["b"].session.send_status(0, epoch=2)
         await made.until(lambda: made.queues() == {0: "b", 1: "b"})
         assert [status for status in made.user.statuses if status[0] == 0] == [
             (0, SERVED, 1), (0, ENDED, 1), (0, SERVED, 2),
         ]  # fmt: skip
         silos["a"].session.deliver(0, 5)
         silos["b"].session.deliver(0, 5)
-        silos["a"].session.tell(0, ENDED)
+        silos["a"].session.send_status(0, ENDED)
         await made.until(lambda: made.user.offsets)
         await asyncio.sleep(1)
         assert made.user.offsets == [(0, 5)]
@@ -142,7 +142,7 @@ async def test_an_older_owner_does_not_replace_a_newer_one():
     silos = FakeSilos(a={0: 5}, b={1: 1})
     async with routed(silos) as made:
         await made.serving("a", "b")
-        silos["b"].session.tell(0, epoch=4)
+        silos["b"].session.send_status(0, epoch=4)
         await asyncio.sleep(1)
         assert made.queues() == {0: "a", 1: "b"}
         assert (0, SERVED, 4) not in made.user.statuses
@@ -155,8 +155,8 @@ async def test_a_silo_without_queues_keeps_its_session_for_a_while():
     async with routed(silos) as made:
         await made.serving("a", "b")
         epoch = silos.move(1, "b", "a")
-        silos["b"].session.tell(1, ENDED)
-        silos["a"].session.tell(1, epoch=epoch)
+        silos["b"].session.send_status(1, ENDED)
+        silos["a"].session.send_status(1, epoch=epoch)
         silos.push("a", "b")
         await asyncio.sleep(IDLE_S / 2)
         assert {link.silo for link in made.router.links} == {"a", "b"}
@@ -259,7 +259,7 @@ async def test_progress_is_that_of_all_sessions():
         silos["b"].session.say(pb.SubscribeResponse(progress=pb.Progress(caught_up=True, in_flight_events=4)))
         await made.until(lambda: made.router.progress().caught_up)
         assert made.router.progress().in_flight_events == 7
-        silos["b"].session.tell(1, ENDED)
+        silos["b"].session.send_status(1, ENDED)
         await made.until(lambda: len(made.queues()) == 1)
         assert not made.router.progress().caught_up
 
@@ -325,7 +325,7 @@ async def test_a_silo_that_was_killed_does_not_make_a_gateway():
         assert not made.router.uses_gateway
         epoch = silos.move(1, "b", "a")
         silos.push("a")
-        silos["a"].session.tell(1, epoch=epoch)
+        silos["a"].session.send_status(1, epoch=epoch)
         await made.until(lambda: made.queues() == {0: "a", 1: "a"})
         await asyncio.sleep(60)
         assert not made.router.uses_gateway

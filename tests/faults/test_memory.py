@@ -26,7 +26,7 @@ REQUESTS = 100
 STREAMS, REQUESTS_OF_STREAM = 40, 12
 SETTLED = 6
 """Looks in a row that find no more memory than before: it does not grow any more."""
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 @asynccontextmanager
@@ -46,7 +46,7 @@ async def most_memory(silo: SiloProcess) -> int:
     """Bytes, once they do not grow any more."""
     most, settled = 0, 0
     while settled < SETTLED:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         now = silo.memory
         settled = 0 if now > most + (1 << 20) else settled + 1
         most = max(most, now)

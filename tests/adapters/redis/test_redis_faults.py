@@ -252,19 +252,19 @@ async def test_events_that_wait_for_a_server_are_bounded_however_small() -> None
 async def test_a_server_that_may_not_write_is_waited_for(stop: list[str], resume: list[str]) -> None:
     """A replica until it takes over, or one that has too few replicas."""
     with RedisServer() as redis, Redis(port=redis.port) as direct:
-        tell, version = cast("Any", direct).execute_command, cast("Any", direct).info("server")["redis_version"]
+        run, version = cast("Any", direct).execute_command, cast("Any", direct).info("server")["redis_version"]
         if stop[0] == "CONFIG" and version.startswith("6."):
             pytest.skip("before Redis 7 a script writes, however few the replicas are")
         async with adapter(f"redis://{redis.address}") as opened:
             reader = await opened.open_receiver(0)
-            tell(*stop)
+            run(*stop)
             with pytest.raises(server.ServerAway):
                 await shard_of(opened).push([PushedEvent(b"x")], pusher="p", number=1)
             with pytest.raises(StorageError, match="does not serve"):
                 await reader.receive(ANY, ANY)
             storing = asyncio.ensure_future(opened.enqueue([(0, batch("a"))]))
             await asyncio.sleep(0)
-            tell(*resume)
+            run(*resume)
             await storing
             assert texts(await take(reader, 1)) == ["a"]
 
@@ -275,15 +275,15 @@ async def test_a_server_that_another_holds_up_is_waited_for() -> None:
             cast("Any", other).eval("while true do end", 0)
 
     with RedisServer() as redis, Redis(port=redis.port) as direct:
-        tell = cast("Any", direct)
-        tell.config_set("lua-time-limit", 50)
+        client = cast("Any", direct)
+        client.config_set("lua-time-limit", 50)
         async with adapter(f"redis://{redis.address}") as opened:
             holding_up = asyncio.create_task(asyncio.to_thread(run_for_ever))
             with pytest.raises(server.ServerAway, match="BUSY"):
                 await until_refused(shard_of(opened))
             storing = asyncio.ensure_future(opened.enqueue([(0, batch("a"))]))
             await asyncio.sleep(0)
-            tell.script_kill()
+            client.script_kill()
             await storing
             await holding_up
             assert texts(await take(await opened.open_receiver(0), 1)) == ["a"]

@@ -82,7 +82,7 @@ async def test_a_pull_returns_nothing_from_before_a_seek_or_of_an_older_lease(fe
     session = pulls.silo.session
     session.deliver(0, 4)
     session.deliver(1, 7)
-    session.tell(0, SERVED, **fence)
+    session.send_status(0, SERVED, **fence)
     answer = await waiting
     assert [(each.queue, each.offset) for each in answer.batches] == [(1, 7)]
     assert [each.queue for each in answer.queues] == [1]
