@@ -38,7 +38,7 @@ GATE        ?= --randomly-seed=1
 AGAIN       ?= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest --last-failed --last-failed-no-failures=none --maxfail=5 -v $(GATE) -m "not slow"
 SIM_ARGS    ?=
 
-.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel clean
+.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel wheels clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +130,9 @@ baseline: $(STAMPS)/test $(TREE) ## on a release: take proto/v1/*.proto for what
 	cd $(TREE) && ../bin/buf build --config headrace/proto/buf.yaml --exclude-source-info --output headrace/proto/v1.binpb
 
 wheel: $(DIST)/built ## sdist and wheel in $(DIST)
+
+wheels: $(DIST)/built ## try the wheel on each Python of this machine from 3.11 on
+	$(BIN)/python -m tests.wheels $(DIST)/*.whl
 
 clean: ## remove what the other targets made, except demo-data
 	rm -rf $(VENV) build dist headrace.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from headrace.streams.tracing import disable_tracing as disable_tracing
     from headrace.streams.tracing import enable_tracing as enable_tracing
 
+    __version__: str
+
 _NAMES = {
     "headrace.client.blocking": ("SyncClient", "SyncStream"),
     "headrace.client.blocking_consumer": ("SyncBatch", "SyncConsumer", "SyncPulled"),
@@ -123,6 +125,8 @@ __all__ = tuple(sorted(_MODULES))  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version(__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

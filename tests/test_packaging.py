@@ -6,9 +6,14 @@ import importlib.resources
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+import headrace
+from tests.wheels import CORE, OLDEST
 
 ROOT = Path(__file__).parent.parent
 NOT_INSTALLED = {"front_door", "benchmarks", "tests", "website", "docs", "examples", "build", "dist"}
@@ -76,3 +81,30 @@ def test_everything_that_the_package_imports_at_once_is_among_its_dependencies()
     """SQLAlchemy 2.1 brings greenlet, which its asyncio part imports, only as an extra."""
     needed = [one for one in importlib.metadata.requires("headrace") or () if "extra ==" not in one]
     assert any(one.startswith("sqlalchemy[asyncio]") for one in needed), needed
+
+
+def required(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """The distributions that one needs, itself included, as they are installed here."""
+    found = {name}
+    for text in importlib.metadata.requires(name) or ():
+        one = Requirement(text)
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            found |= required(re.sub(r"[-_.]+", "-", one.name).lower(), frozenset(one.extras))
+    return found
+
+
+def test_installing_headrace_installs_what_the_core_needs_and_nothing_else():
+    assert required("headrace") == CORE
+
+
+def test_the_version_is_the_same_everywhere():
+    version = importlib.metadata.version("headrace")
+    assert headrace.__version__ == version
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"newTag: {version}\n" in (ROOT / "deploy/kubernetes/base/kustomization.yaml").read_text(encoding="utf-8")
+
+
+def test_the_classifiers_name_the_oldest_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r":: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
+    assert named[0] == ".".join(map(str, OLDEST)) == project["requires-python"].removeprefix(">=")
