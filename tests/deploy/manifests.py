@@ -79,7 +79,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def moved(text: str, **places: str | int) -> str:
-    """A file with other paths and ports: `moved(text, **{"9100": 1234})`."""
+    """A file with other paths and ports: `moved(text, **{"9464": 1234})`."""
     for old, new in places.items():
         assert old in text, old
         text = text.replace(old, str(new))

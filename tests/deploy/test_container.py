@@ -15,7 +15,7 @@ from tests.deploy.manifests import DOCKERFILE, container_variables, free_ports, 
 from tests.plain_english import REPOSITORY
 
 LINTER = Path(sys.executable).parent / "hadolint"
-PORT = "9100"
+PORT = "9464"
 
 
 def lint(file: Path) -> subprocess.CompletedProcess[str]:

@@ -112,7 +112,7 @@ def test_a_silo_with_the_file_of_a_pod_serves_its_probes_and_stops_in_order(kube
     tls = tls_folder(tmp_path / "tls")
     folders = {'"/data/': f'"{tmp_path}/', '"/tls/': f'"{tls}/'}
     (tmp_path / "silo.toml").write_text(
-        moved(silo_file(manifests), **folders, **{"9100": http, "9465": grpc, "9466": native})
+        moved(silo_file(manifests), **folders, **{"9464": http, "9465": grpc, "9466": native})
     )
     process = start("silo", "silo.toml")
     container = silo_container(manifests)
