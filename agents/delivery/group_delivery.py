@@ -195,7 +195,7 @@ class GroupDelivery(Delivery):
         cursor = parcel.cursor
         if self._stopping:
             self.progress.put_back(cursor)
-        elif not self.retries.again(cursor, failure):
+        elif not self.retries.try_again(cursor, failure):
             if parcel.payload_dropped:
                 self.progress.defer(cursor, failure)
             else:
@@ -206,7 +206,7 @@ class GroupDelivery(Delivery):
         batch = cursor.batch
         assert batch is not None
         task = self._loop.create_task(
-            self.retries.exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
+            self.retries.give_up(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
         )
         self._giving_up.add(task)
         task.add_done_callback(self._gave_up_on)

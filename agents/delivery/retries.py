@@ -25,7 +25,7 @@ EXCUSED_S = 1.0
 """The shortest wait after a failure that does not count, in seconds. The number of such failures is not limited."""
 
 RNG = random.Random()  # noqa: S311 (jitter)
-"""One for all deliveries: a generator takes 2.5 kB, and a subscription has a delivery for each queue."""
+"""One generator for all deliveries: each takes 2.5 kB, and a subscription has a delivery for each queue."""
 
 
 class Failure(NamedTuple):
@@ -69,11 +69,11 @@ class Retries:
 
     async def failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         """Schedule another attempt, or give up."""
-        if not self.again(cursor, failure):
-            await self.exhausted(cursor, batch, failure)
+        if not self.try_again(cursor, failure):
+            await self.give_up(cursor, batch, failure)
 
     def stop(self) -> None:
-        """Try nothing again."""
+        """Cancel all waiting attempts, and schedule no more."""
         self._stopped = True
         for attempt in self._waiting.values():
             attempt.timer.cancel()
@@ -81,7 +81,7 @@ class Retries:
 
     # ---- another attempt -------------------------------------------------------------------------------------------
 
-    def again(self, cursor: StreamCursor, failure: Failure) -> bool:
+    def try_again(self, cursor: StreamCursor, failure: Failure) -> bool:
         """Schedule the cursor's next attempt. Count the failed one if the circuit breaker says so. Return False if the
         retries are exhausted, or the event is invalid."""
         now, earlier = self._loop.time(), cursor.failures.phase
@@ -135,7 +135,7 @@ class Retries:
 
     # ---- giving up -------------------------------------------------------------------------------------------------
 
-    async def exhausted(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
+    async def give_up(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         """Give up on the events that failed, as the subscription says. If that cannot be recorded, try again later."""
         log.warning(
             "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
@@ -143,7 +143,7 @@ class Retries:
             self._definition.on_failure.value, failure.reason, exc_info=failure.error,
         )  # fmt: skip
         try:
-            await self._give_up(cursor, batch, failure)
+            await self._apply_on_failure(cursor, batch, failure)
         except (Exception, asyncio.CancelledError) as problem:
             if self._stopped and isinstance(problem, asyncio.CancelledError):
                 raise
@@ -155,7 +155,7 @@ class Retries:
         else:
             await self._delivery.gave_up(failure)
 
-    async def _give_up(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
+    async def _apply_on_failure(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         if self._definition.on_failure is OnFailure.PAUSE:
             self.pause(cursor, failure.reason)
             return
