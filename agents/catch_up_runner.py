@@ -57,7 +57,7 @@ class CatchUpRunner:
         due, running = self.due(delivery), self.running.get(delivery.name)
         if running is not None:
             for cursor in due:
-                running.take_along(cursor)
+                running.adopt(cursor)
         elif (due or delivery.progress.feed is None) and delivery.name not in self._tasks:
             name = f"headrace catch-up {delivery.name}/{self._owner.queue}"
             self._tasks[delivery.name] = asyncio.create_task(self._run(delivery), name=name)
@@ -149,7 +149,7 @@ class CatchUpRunner:
         self.running[delivery.name] = feed
         try:
             for cursor in self.due(delivery):
-                feed.take_along(cursor)
+                feed.adopt(cursor)
             await feed.run()
         finally:
             del self.running[delivery.name]

@@ -188,7 +188,7 @@ class Feed:
         before = self.cache.next_offset
         entries = self.cache.add(batches)
         try:
-            with self._nothing_goes():
+            with self._keep_batches():
                 for delivery in self.deliveries:
                     delivery.offer(self, entries)
         except Exception:
@@ -223,7 +223,7 @@ class Feed:
             self.owner.received.pressure_s += monotonic() - began
 
     @contextmanager
-    def _nothing_goes(self) -> Generator[None]:
+    def _keep_batches(self) -> Generator[None]:
         """Keep all batches in the cache for the duration of the block. Otherwise the first ones may be done, and their
         bucket dropped, before the others were offered."""
         bucket = self.cache.buckets[0] if self.cache.buckets else None
@@ -247,7 +247,7 @@ class Feed:
             if wants < hole.high:
                 self.owner.missing([delivery], hole)
         self.deliveries.append(delivery)
-        with self._nothing_goes():
+        with self._keep_batches():
             delivery.join(self)
 
     def leave(self, delivery: Delivery) -> None:
@@ -255,7 +255,7 @@ class Feed:
             self.deliveries.remove(delivery)
 
     def part_with(self, delivery: Delivery) -> None:
-        """Serve `delivery` no more. A catch-up reads the batches again that it has not looked at."""
+        """Serve `delivery` no more. A catch-up reads the batches again that the delivery has not looked at."""
         self.deliveries.remove(delivery)
         delivery.progress.part()
 
@@ -297,7 +297,7 @@ class CatchUp(Feed):
         if self.whole:
             delivery.join(self)
 
-    def take_along(self, cursor: StreamCursor) -> None:
+    def adopt(self, cursor: StreamCursor) -> None:
         """Serve a parked cursor, too, unless this feed has already read past its position."""
         if not self.finished and cursor.token.offset >= self.cache.next_offset:
             self.delivery.progress.await_batch(cursor, self)
@@ -315,8 +315,8 @@ class CatchUp(Feed):
             raise error
 
     def _is_full(self) -> bool:
-        """Whether reading waits. It also waits while all catch-ups together hold too much. One that holds nothing
-        itself waits in `reserve` instead."""
+        """Whether reading waits. It also waits while all catch-ups together hold too much. A catch-up
+        that holds nothing waits in `reserve` instead."""
         return super()._is_full() or (self._is_pinned() and not self._share.fits)
 
     def _is_pinned(self) -> bool:
@@ -378,7 +378,7 @@ class CatchUp(Feed):
                 self._reading.cancel()
 
     def all_seen(self) -> None:
-        """The delivery may join the main feed now. Later, because this is called while it takes a cursor."""
+        """The delivery may join the main feed, in the next turn of the loop: this is called while it takes a cursor."""
         asyncio.get_running_loop().call_soon(self._rejoin_main)
 
     def _rejoin_main(self) -> None:
