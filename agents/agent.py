@@ -126,7 +126,7 @@ class PullingAgent:
 
     async def acknowledge(self, offset: int) -> bool:
         """Tell the queue that every subscription has finished the events below `offset`. Return False if the queue is
-        not being read: nothing can tell it then."""
+        not being read: then it has no receiver to acknowledge with."""
         if self.main is None:
             return False
         await self.main.receiver.acknowledge(offset)

@@ -184,8 +184,8 @@ class QueueCache:
         return purged
 
     def close(self) -> None:
-        """Drop all buckets, and call nobody any more: the cache and its owner refer to each other, and would stay in
-        memory until the next garbage collection. No cursor may be in it."""
+        """Drop all buckets, and forget `on_unpinned`: otherwise the cache and its owner refer to each other, and stay
+        in memory until the next garbage collection. No cursor may be in the cache."""
         self.on_unpinned = _ignore
         while self.buckets:
             self._forget(self.buckets.popleft())
@@ -242,7 +242,7 @@ class QueueCache:
         self.events -= bucket.events
         self.bytes -= bucket.bytes
         for entry in bucket.entries:
-            entry.successor = None  # else freeing the first one would free all, each within the other
+            entry.successor = None  # otherwise freeing the first entry frees the others recursively
             stream, following = entry.batch.stream, entry.following
             if following is None:
                 del first[stream], last[stream]

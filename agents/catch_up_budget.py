@@ -11,9 +11,9 @@ import asyncio
 from collections import deque
 
 READ_BYTES = 4 << 20
-"""Reserved for a read: the 1 MiB that it asks for, and the largest batch (3 MiB), by which it may exceed that."""
+"""Bytes reserved for a read: the 1 MiB that it asks for, and 3 MiB, because it may exceed that by the largest batch."""
 MIN_READS = 4
-"""So many reads fit into an empty budget, however small the budget is. They may exceed a small budget."""
+"""At least this number of reads fits into an empty budget. In a small budget a read may exceed its reservation."""
 
 
 class CatchUpBudget:
@@ -33,7 +33,7 @@ class CatchUpBudget:
 
     @property
     def fits(self) -> bool:
-        """Whether one more read fits. One always does if nothing is held."""
+        """Whether one more read fits. If nothing is held, a read always fits."""
         return not self.held or self.held + self.read_bytes <= self.limit
 
     def wake(self) -> None:

@@ -47,7 +47,7 @@ class Checkpointer:
         self.lock = asyncio.Lock()
         """Held while progress is stored or moved."""
         self.on_queue_refused: Callable[[int], None] = lambda _: None
-        """Called with a queue that another silo owns by now."""
+        """Called with a queue that another silo owns now."""
         self.on_subscription_refused: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that another process took over."""
         self._state = state
@@ -81,8 +81,9 @@ class Checkpointer:
             self._saved_at = asyncio.get_running_loop().time()  # until now, everything was stored
 
     def _is_saved(self) -> bool:
-        """Whether everything is stored, and all reports are confirmed. While a handler runs, events may be finished at
-        any time. But in a store that ends with this process, it is enough to store the end of their batch."""
+        """Whether everything is stored, and all reports are confirmed. A running handler may finish an event at any
+        time, so its progress counts as not stored. But a store that ends with this process needs it only once the batch
+        ends."""
         if self._state.recorder.has_gaps:
             return False
         private = self._store.private
@@ -129,7 +130,7 @@ class Checkpointer:
         self._saved_at = loop.time()
         self.durations.observe(self._saved_at - began)
         if any(changed for _, _, changed in rows):
-            state.note_change()  # queues that outlive the process are told about stored progress
+            state.note_change()  # wake the acknowledger: queues that outlive the process hear only of stored progress
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
                 "queue %d of %r has another owner by now: it is not served here any more", queue, state.provider

@@ -46,7 +46,7 @@ class CursorFailures(NamedTuple):
     failed_at: float = 0.0
     """Loop time of the first failed attempt."""
     deliveries: int = 0
-    """How often consumers were sent events before `again` and did not finish them, whatever the reason."""
+    """How often events before `again` were sent to a consumer that did not finish them, for any reason."""
     again: tuple[int, int] = (0, 0)
     """Offset and index after the last event that consumers were sent and did not finish."""
     deferred: tuple[SequenceToken, Failure] | None = None

@@ -53,9 +53,9 @@ class EffectsService(HandlerService):
 
 
 class PositionedFailures:
-    """Notes in the effects that events fail, before `sink` has recorded them, and moves their position past them
-    afterwards. So after a crash in between, the events are delivered again, and a redrive knows whether they are
-    applied."""
+    """Records failed events with the effects before `sink` records them, and moves the position of the effects past
+    them afterwards. So after a crash in between, the events are delivered again, and a redrive knows whether their
+    effects are applied."""
 
     def __init__(self, sink: FailureSink, scoped: ScopedEffects) -> None:
         self._sink = sink

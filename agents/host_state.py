@@ -21,7 +21,7 @@ from .failure_recorder import FailureRecorder
 from .served import ServedSubscription
 
 _ENDED = -1
-"""In the place of a queue: the counts of a subscription's consumers that have left."""
+"""Stands for a queue among the counts of a subscription: the sum over its consumers that have left."""
 
 
 class HostState:
@@ -136,7 +136,7 @@ class HostState:
     def remove(self, name: str) -> None:
         """Serve a subscription no more. Its deliveries go on until they are detached."""
         served = self._served.pop(name)
-        if is_consumers_position(served.definition):  # there is no end of consumers' names
+        if is_consumers_position(served.definition):  # otherwise the counts grow with each new name of a consumer
             of = self._counts.setdefault(name.partition(CONSUMER_SEPARATOR)[0], {})
             of[_ENDED] = DeliveryCounts.sum_of([*self._counts.pop(name, {}).values(), of.get(_ENDED, DeliveryCounts())])
 

@@ -36,7 +36,7 @@ class Redriver:
         self._redriving: dict[int, str] = {}
         """Subscription by the id of the dead letter."""
         self._noted: int | None = None
-        """The number of noted changes before the last look, if that found no requests; else None."""
+        """`HostState.noted` before the last look for requests, if that look found none; else None."""
         store.watch_redrives(state.note_change)
 
     async def run(self) -> None:

@@ -77,8 +77,9 @@ class CacheRelief:
             feed.give_way()
 
     def _part_with_slow(self, main: Feed, oldest: Bucket, *, starved: bool) -> None:
-        """Deliveries that have not looked at all batches of the oldest bucket leave the main feed, if they hold up
-        another one, and either that one has nothing to do or they do not move."""
+        """Take deliveries out of the main feed that have not looked at all batches of its oldest bucket, if another
+        delivery has nothing left to do, or if they have not moved for `detach_after_s` seconds. A delivery that is
+        alone in the feed stays."""
         now, before = asyncio.get_running_loop().time(), self._unseen
         self._unseen = {}
         for delivery in list(main.deliveries):

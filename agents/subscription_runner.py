@@ -122,7 +122,7 @@ class SubscriptionRunner:
         return self._state.served[name]
 
     def check_outside(self, name: str) -> None:
-        """Raise InvalidArgument if a handler of the subscription calls: stopping it would wait for that handler."""
+        """Raise InvalidArgument if a handler of the subscription is the caller: stopping would wait for it."""
         served = self._state.served.get(name)
         if served is not None and any(delivery.runs_here() for delivery in served.deliveries.values()):
             raise InvalidArgument(
@@ -148,7 +148,7 @@ class SubscriptionRunner:
         self._state.remove(name)
         await self._detach(served, 0.0)
         for queue in served.deliveries:
-            # Progress may be lost: consumers report all events again that are not confirmed.
+            # Progress may be lost: consumers report all acknowledgements again that are not confirmed.
             served.service.ended(queue)
         if not await self.may_serve(name):
             log.error("subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name)
@@ -160,7 +160,8 @@ class SubscriptionRunner:
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
     async def end_for_positions(self, name: str) -> None:
-        """The silo gained a queue, and only the consumer knows its position there: it has to come back with it."""
+        """Stop a subscription: the silo gained a queue, and only the consumer knows its position there. The consumer
+        must connect again, with that position."""
         served = self.serving(name)
         self._state.remove(name)
         await self._detach(served, 0.0)
@@ -168,8 +169,8 @@ class SubscriptionRunner:
         await served.service.fenced(Unavailable(f"the silo of subscription {name!r} has another queue: connect again"))
 
     async def _attached_again(self, served: ServedSubscription) -> bool:
-        """Another process may have moved the subscription: go on from there. Return False if it was deleted. While the
-        store fails, ask it again."""
+        """Attach again, and go on from the stored position: another process may have moved the subscription. Return
+        False if it was deleted. While the store fails, try again."""
         name = served.definition.name
         while True:
             try:

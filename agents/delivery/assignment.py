@@ -15,7 +15,7 @@ DRAIN_S = 10.0
 
 
 class QueueAssignment:
-    """Which member has which queue. The caller passes the members' ids whenever they matter."""
+    """Assigns queues to members. The caller passes the members' ids to each call that needs them."""
 
     def __init__(self, queues: Sequence[int]) -> None:
         """`queues` are all queues to assign, also those of other silos. If empty, those that are delivered here."""

@@ -111,7 +111,7 @@ class CircuitBreaker:
         self.phase = 0
         """The number of holds and resumptions so far. Attempts that were counted under a lower number are void."""
         self.reason = ""
-        """The failure that held it last."""
+        """The failure that caused the last hold."""
         self.due = 0.0
         """When the next probe is due, or the present step ends."""
         self._failing: set[StreamId] = set()

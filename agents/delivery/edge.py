@@ -25,10 +25,11 @@ from .member import Member
 from .unsent import SendBudget
 
 WINDOW = 4
-"""Messages on their way at a time."""
+"""The most messages on their way at a time."""
 MODEST_S = 0.25
-"""After a turn of an actor below its share, the others make room for it for so long, in seconds. Then only one of their
-messages is on its way at a time. After each, the loop stays free for as long as the turn took, or the wait for it."""
+"""How long the other actors make room after a turn of an actor below its share, in seconds. Meanwhile they have at most
+one message on its way. Before each of their turns, the loop stays free for as long as the turn before took, or for as
+long as that turn waited for the loop, if that was longer."""
 STALLED_S = 0.005
 """A message that takes longer than this, in seconds, leaves the window: it waits for its consumer."""
 QUOTA_S = 0.001
@@ -40,8 +41,7 @@ FRAMES_BYTES = 4 << 20
 FRAME_WORTH = 4096
 """Frames of batches with fewer bytes are not kept: it is faster to make them again."""
 PARTS_EVENTS = 65_536
-"""Of batches that are sent in parts, the position of each event in the encoded batch is remembered, for at most so many
-events."""
+"""The most events, over all batches that are sent in parts, whose positions in their encoded batch are remembered."""
 PARTS_WORTH = 64
 """The positions in batches of fewer events are not kept: it is faster to read the batch again."""
 

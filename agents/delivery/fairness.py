@@ -51,7 +51,7 @@ class Actor:
         self.wanted = False
         """Whether it was scheduled since its last turn began."""
         self.below_share = False
-        """Whether it had been idle for a part of its share when it was scheduled last."""
+        """Whether it had used less than its share when it was last scheduled: its virtual time was in the past."""
 
     def __repr__(self) -> str:
         return f"Actor({self.name!r}, {self.state.value}, virtual_s={self.virtual_s:.6f})"

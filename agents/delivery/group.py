@@ -179,7 +179,7 @@ class Group(GroupQueues):
             self.disconnect(member)
             member.account = self.edge.budget.account(client)
             if pulls and member.pulls:
-                for parcel in member.parcels():  # they come again when they would have before
+                for parcel in member.parcels():  # taken back at the same time as before, whatever the new timeout
                     parcel.handed_at += member.timeout_s - timeout_s
             else:
                 member.to_resend.extend(member.parcels())
@@ -194,7 +194,7 @@ class Group(GroupQueues):
             self._tell(member, delivery, delivery.state)
         self.line.ask(member)
         if divides_credit and member.to_resend:
-            # Without credit it may not yet: the call notes how much credit it needs.
+            # The member has no credit yet: this call notes how much it needs.
             member.to_resend[0].delivery.may_resend(member.to_resend[0])
         return member
 

@@ -1,8 +1,8 @@
 """The batches that feeds offer to a delivery, and the streams that get a cursor for them. Pure.
 
 Each stream with undelivered events has a cursor, except if they are all at `unseen` or later in the cache. Such streams
-get their cursors in the order of the queue, as others are taken. So a subscription that takes nothing has few cursors,
-however many streams there are.
+get their cursors in the order of the queue, when earlier cursors have been taken. So a subscription that takes nothing
+has few cursors, however many streams there are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BatchSource(Protocol):
 
 
 class OfferedStreams(StreamCursors):
-    """Cursors for the streams that are next. Its position is that of the first batch that it has not looked at."""
+    """Cursors for the streams that are next. The position is that of the first batch that was not looked at."""
 
     def __init__(self, checkpoint: Checkpoint, selects: Callable[[StreamId], bool], *, rewindable: bool) -> None:
         super().__init__(checkpoint.behind, rewindable=rewindable)
@@ -112,7 +112,7 @@ class OfferedStreams(StreamCursors):
 
     def put_back(self, cursor: StreamCursor) -> None:
         super().put_back(cursor)
-        self._takes += 1  # else each attempt to hand out the same cursor would bring another stream nearer
+        self._takes += 1  # otherwise each attempt to hand out the same cursor would count as taking another one
 
     def offer(self, feed: BatchSource, entries: Sequence[CacheEntry]) -> None:
         """`feed` has read these batches."""

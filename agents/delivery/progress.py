@@ -33,14 +33,14 @@ class DeliveryProgress(OfferedStreams):
 
     @property
     def awaited(self) -> int:
-        """The lowest offset still needed, without streams that are paused: these wait for somebody to resume them. For
-        people: it takes no look at all cursors."""
+        """The lowest offset still needed, without paused streams: these wait until a user resumes them. For statistics:
+        it does not look at every cursor."""
         lowest = self.oldest.lowest()
         return self.position if lowest is None else min(lowest, self.position)
 
     @property
     def shown_watermark(self) -> int:
-        """`watermark` for people: it takes no look at cursors but those that are paused."""
+        """The same as `watermark`, for statistics: of all cursors it looks only at those that are paused."""
         return min([self.awaited, *(self.needed(cursor).offset for cursor in self.states.paused.values())])
 
     def reached(self, offset: int) -> bool:
