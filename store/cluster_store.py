@@ -160,7 +160,8 @@ class ClusterStore:
             self._same_boot = True
 
 
-# The work of each method, within its transaction. Rows are locked silos first, then leases, each in the order of keys.
+# The work of each method, within its transaction. Rows of silos are locked first, then rows of leases, each in the
+# order of keys.
 
 
 def _us(seconds: float) -> int:
@@ -168,8 +169,8 @@ def _us(seconds: float) -> int:
 
 
 def _end_other_boots(connection: Connection, boot_id: BootId) -> None:
-    """If the machine was restarted: declare all earlier silos dead, and replace all times, which are by another
-    clock."""
+    """If the machine was restarted: declare all earlier silos dead, and replace all times: they are by a clock
+    that has started again."""
     boot = boot_id(connection)
     if not boot or connection.execute(select(entries.c.value).where(entries.c.key == _BOOT)).scalar() == boot:
         return

@@ -35,9 +35,9 @@ class DeadLetterStore(StorePart):
         """Store events that a subscription gave up on. Return their ids, in the same order.
 
         If the subscription has a dead letter of the same event, its reason, attempts and time are updated. An event is
-        the same if position and content are equal: a queue that lost its end gives positions again. With an
-        `epoch`, all letters must be of one subscription; raises Fenced if the subscription has another epoch by now.
-        With `leases`, raises Fenced if `save_checkpoints` would refuse one of the queues.
+        the same if position and content are equal: a queue that lost its end gives the same positions to other events.
+        With an `epoch`, all letters must be of one subscription; raises Fenced if the subscription has another epoch by
+        now. With `leases`, raises Fenced if `save_checkpoints` would refuse one of the queues.
         """
         held = None if leases is None else dict(leases)
         return await self._database.write(_add_dead_letters, list(letters), epoch, held)

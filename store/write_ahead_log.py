@@ -39,7 +39,7 @@ def find_damage(control_db: Path) -> DamagedFrame | None:
     but the last transaction. Other processes may use the database meanwhile."""
     with suppress(FileNotFoundError, PermissionError):
         found = _find(Path(f"{control_db}-wal").read_bytes())
-        # A frame that another process wrote while the file was read looks damaged: it is not the second time.
+        # A frame that another process wrote while the file was read looks damaged, but only at the first reading.
         return found and _find(Path(f"{control_db}-wal").read_bytes())
     return None
 
@@ -47,7 +47,7 @@ def find_damage(control_db: Path) -> DamagedFrame | None:
 class _Header(NamedTuple):
     page: int
     order: str
-    """Of the words that the checksums add, as in `struct`."""
+    """Byte order of the words that the checksums add, as in `struct`."""
     salt: bytes
     """The same in the header and all frames of one log: frames of an earlier log stay behind its end."""
     sums: tuple[int, int]
@@ -56,7 +56,7 @@ class _Header(NamedTuple):
 class _Frame(NamedTuple):
     at: int
     commits: bool
-    """Whether it is the last one of a transaction."""
+    """Whether the frame is the last one of a transaction."""
     salt: bytes
 
 

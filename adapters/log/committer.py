@@ -50,7 +50,7 @@ class LogCommitter:
         self.commits = Histogram()
         """How long commits took, with fsync."""
         self.syncs = Histogram()
-        """How long fsync took with durability `relaxed`, where commits do without."""
+        """How long fsync took with durability `relaxed`: its commits do not wait for fsync."""
         self._stopped = asyncio.Event()
         threading.Thread(target=self._run, name="headrace-log-commit", daemon=True).start()
 

@@ -175,7 +175,7 @@ class LogReceiver(QueueReceiver):
         self._accept: Accept | None = None
         self._waiting = False
         self._accepted = False
-        """Whether batches were accepted since the call waits."""
+        """Whether batches were accepted since the call began to wait."""
         self._closed = False
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
