@@ -686,7 +686,6 @@ async def test_a_seek_takes_back_events_in_flight_and_continues_at_its_position(
         assert [event.payload for event in await session.take(1)] == [b"4"]
 
 
-@pytest.mark.one_silo
 async def test_a_report_of_an_older_generation_is_refused(caller: Caller) -> None:
     """It is about the events delivered before the seek, and would apply to those delivered again."""
     async with consuming(caller, definition=defined("s")) as session:
