@@ -218,7 +218,7 @@ class Checkpointer:
 
 
 def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
-    """Progress by queue that may differ from what is stored."""
+    """Progress by queue that may differ from the stored checkpoints."""
     found = {queue: delivery.unsaved() for queue, delivery in served.deliveries.items()}
     return {queue: unsaved for queue, unsaved in found.items() if unsaved is not None}
 

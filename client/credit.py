@@ -125,8 +125,8 @@ class CreditLedger:
         account.used, account.granted = True, False
 
     def starve(self, session: int, needed: CreditAmount = NOTHING, wanted: CreditAmount = NOTHING) -> None:
-        """The session has events and no credit for them. The next ones need so much, and come whole with what is
-        wanted, if known."""
+        """The session has events and no credit for them. The next ones need at least `needed`, and come whole
+        with `wanted`, if these are known."""
         account = self._accounts[session]
         account.needed = CreditAmount(max(needed.events, 1), max(needed.bytes, 1))
         if not account.starved:
@@ -208,7 +208,7 @@ class CreditLedger:
                 account.wanted = NOTHING  # until its next wait: others could take credit faster than it becomes enough
             loan = self._for_starved(session, account, total, account.weight / weights)
             if loan is None:
-                short = True  # another one may need only what is left
+                short = True  # another session may need no more than the rest
                 urgent |= self._is_urgent(account, total)
                 continue
             loans.append(loan)

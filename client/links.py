@@ -86,7 +86,7 @@ class SiloLink:
         """The silo has not answered `reclaim` yet."""
         self._links = links
         self._void: set[int] = set()
-        """Queues that have a newer owner: what this silo still delivers of them is dropped."""
+        """Queues that have a newer owner: batches of them that this silo still delivers are dropped."""
         self._credit = CreditAmount()
         self._reclaim = False
         self._call: SubscribeCall | None = None

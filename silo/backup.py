@@ -162,7 +162,7 @@ def _lock(descriptor: int, made: Path) -> None:
 
 
 def _empty(directory: Path) -> None:
-    """Delete what a killed process has left."""
+    """Delete the files that a killed process has left."""
     for each in directory.iterdir():
         shutil.rmtree(each) if each.is_dir() else each.unlink()
 

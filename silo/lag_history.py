@@ -98,7 +98,7 @@ class LagHistory:
             await asyncio.sleep(min(max(self._sample_s, min(took) / MAX_SHARE), MAX_PAUSE_S))
 
     async def sample(self, provider: ProviderCore) -> None:
-        """Take one sample of all subscriptions that are served, and of those that nobody here serves."""
+        """Take one sample of the subscriptions that this process serves, and of those that it does not."""
         found: dict[str, Lag] = {}
         by_queue: dict[tuple[str, int], Lag] = {}
         for name, queue, lag in await _measured(provider):

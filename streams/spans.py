@@ -46,7 +46,7 @@ _SYSTEM = "headrace"
 
 _VERSION = version("headrace")
 _NOT_RECORDED = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
-"""The current span where nothing is recorded: its children are not sampled."""
+"""The current span while nothing is recorded: its children are not sampled."""
 
 
 class Spans:

@@ -29,7 +29,7 @@ def enable_tracing(
 ) -> None:
     """Make spans for publishing and handling in this process from now on, and add their ids to log records.
 
-    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. Where there is no trace yet,
+    `tracer_provider` is one of OpenTelemetry's SDK; None: the global one. If there is no trace yet,
     `new_traces_per_s` begin in a second on average, and as many at once, so that tracing costs a busy process little;
     0: none; `math.inf`: all. A publish within a recorded span of yours, and the handlers of its events, always have
     their spans. Raises NotSupported if OpenTelemetry is not installed, InvalidArgument for other values. Idempotent;

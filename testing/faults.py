@@ -91,7 +91,7 @@ class HandlerFaults:
 
 
 class FaultyAdapter(ForwardingAdapter):
-    """Records what is published, and lets publishes fail."""
+    """Records published events, and lets publishes fail."""
 
     def __init__(self, inner: QueueAdapter, history: DeliveryHistory) -> None:
         super().__init__(inner)

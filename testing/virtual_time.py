@@ -99,7 +99,7 @@ class _Clockwork(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
-        if patience_s := self._loop.patience_s(len(self.get_map()) - 1):  # but for the loop's own one
+        if patience_s := self._loop.patience_s(len(self.get_map()) - 1):  # without the loop's own one
             ready = super().select(patience_s)
         if not ready:
             self._loop.pass_time(timeout)

@@ -114,7 +114,7 @@ class KafkaAcknowledgements:
             self._is_failing = False
 
     async def aclose(self) -> None:
-        """Commit what was noted. A commit that has begun is not interrupted: it could end after a later one."""
+        """Commit the noted offsets. A commit that has begun is not interrupted: it could end after a later one."""
         self._closing.set()
         await self._background.join()
         await self._commit()

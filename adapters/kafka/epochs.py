@@ -57,5 +57,6 @@ class ReadEpochs:
         return found
 
     def put_back(self, taken: Iterable[EpochRange]) -> None:
-        """Ranges that were taken could not be stored: they are taken again, with what was read since."""
+        """Ranges that were taken could not be stored: the next call takes them again, with those that were read
+        since."""
         self._unsaved.update(each.epoch for each in taken)

@@ -64,7 +64,7 @@ async def _open_ledger(topic: str, replicas: int | None, topics: KafkaTopics) ->
         name, value = "min.insync.replicas", str(facts.replicas - 1)
         try:
             await topics.set(ledger, name, value)
-        except StorageError as error:  # what it has can be read from the queues again
+        except StorageError as error:  # its content can be read from the queues again
             log.warning("the topic %r keeps %s = 1, so one broker could lose its records: %s", ledger, name, error)
     return facts
 

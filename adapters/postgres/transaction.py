@@ -183,8 +183,8 @@ def store_acknowledgements(
 ) -> Sequence[int]:
     """Store offsets by queue, in one transaction. Return the queues whose offsets are stored. Raises psycopg.Error.
 
-    Nobody waits for the disk, because a lost acknowledgement is harmless. Queues whose rows others have locked are left
-    out, unless `wait`: their writers would wait for all rows locked here.
+    The transaction does not wait for the disk, because a lost acknowledgement is harmless. Queues whose rows others
+    have locked are left out, unless `wait`: their writers would wait for all rows locked here.
     """
     offsets = ", ".join(f"({queue}, {offset})" for queue, offset in acknowledged.items())
     lock = (

@@ -5,8 +5,8 @@ handler or consumer at a time has events of a stream. So order within a stream h
 other.
 
 This class has the common part of all deliveries: how cursors go on. `progress.py` has their positions, `retries.py`
-what follows a failure. There are two kinds of deliveries: to handlers in this process (`handling.py`), and to the
-members of a group (`group_delivery.py`).
+the decisions after a failure. There are two kinds of deliveries: to handlers in this process (`handling.py`), and to
+the members of a group (`group_delivery.py`).
 """
 
 from __future__ import annotations

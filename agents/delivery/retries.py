@@ -51,7 +51,7 @@ class WaitingAttempt(NamedTuple):
 
 
 class Retries:
-    """Decides what follows the failures of one delivery, and does it."""
+    """Decides about the failures of one delivery (another attempt, or giving up), and carries the decisions out."""
 
     def __init__(self, delivery: Delivery, sink: FailureSink, rng: random.Random | None = None) -> None:
         self._delivery = delivery

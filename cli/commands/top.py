@@ -137,7 +137,7 @@ class _Shown:
         """Why the content is not new."""
 
     async def refresh(self, screen: TopScreen) -> None:
-        """Ask the source for what the screen shows. If that fails, the old content stays."""
+        """Ask the source for the content of the screen. If that fails, the old content stays."""
         try:
             if not screen.frozen:
                 self.content, self.note = await self._source.overview(), ""

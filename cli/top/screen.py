@@ -119,7 +119,7 @@ class TopScreen:
     # ---- keys ------------------------------------------------------------------------------------------------------
 
     def press(self, key: str, content: Content) -> None:
-        """Do what a key means. `content` is that of the overview."""
+        """Carry out the command of a key. `content` is that of the overview."""
         if self.typing:
             self._type(key)
         elif self.helping:

@@ -85,7 +85,7 @@ class ConsumerSession:
         self._positions: dict[int, bytes] = {}
         """The positions that the client was told last, by queue."""
         self._positions_at = 0.0
-        """Loop time from which on the client is told positions, and what is saved."""
+        """Loop time from which on positions and confirmations are sent to the client."""
         self._pending = pb.SubscribeResponse(opened=self._opened())
         """The next response, without its batches and statuses."""
         self._pending.gaps.extend(map(wire.gap_message, target.gaps))
@@ -228,7 +228,7 @@ class ConsumerSession:
 
     def _add_saved(self) -> None:
         if self._keeps_positions and self._loop.time() < self._positions_at and not self._closing:
-            return  # what is saved waits: positions have to come with it
+            return  # confirmations wait, because they are sent together with positions
         saved = {
             queue: pb.Saved(queue=queue, epoch=each.epoch, number=each.number, unconfirmed=each.unconfirmed)
             for queue, each in self._member.take_confirmed().items()
