@@ -183,8 +183,8 @@ class Consumer(SubscriptionHandle):
 
     async def aclose(self, timeout_s: float = CLOSE_S) -> None:
         """End in order. When this returns, all acknowledgements are saved, and events that were not acknowledged go to
-        other consumers. If that takes longer than `timeout_s` seconds, the consumer ends without: then the silo misses
-        it after its session timeout.
+        other consumers. If that takes longer than `timeout_s` seconds, the consumer ends anyway: then its events
+        go to others after its session timeout.
 
         Idempotent. Iterating ends, and batches cannot be acknowledged any more.
         """

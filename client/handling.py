@@ -175,7 +175,8 @@ class RemoteHandling:
             await self.notify_error(error)
 
     def _attempt(self, batch: ReceivedBatch) -> int:
-        """Which attempt at the batch's first open event this was. The silo counts on over events that were given up."""
+        """Return the number of this attempt at the batch's first open event. The silo's number includes the attempts at
+        events that were given up before."""
         before = self._exhausted.get(batch.stream, 0)
         if before >= batch.attempt:
             self._exhausted.pop(batch.stream, None)

@@ -3,9 +3,10 @@ Pure, without I/O and clock.
 
 Holdings outlive sessions. A batch belongs to its queue (`client/queue_holdings.py`), whichever session serves that.
 Credit is granted so that the events on their way, the events that wait here and those with the user are never more than
-`max_events` and `max_bytes`. Acknowledging and rejecting events makes room. It is granted again by quarters.
+`max_events` and `max_bytes`. Acknowledging and rejecting events frees credit, which is granted again by quarters.
 
-So, of each stream, events are handed out in order, and none while the user holds it or after it was acknowledged.
+The events of a stream are handed out in order. No event is handed out while the user holds it, or after the user
+acknowledged it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class SiloLink:
         self.placement: pb.Placement | None = None
         """As the silo sent it last."""
         self.delivered_since = 0
-        """Events that were delivered since then."""
+        """Events that were delivered since `progress` was reported."""
         self.is_reclaiming = False
         """The silo has not answered `reclaim` yet."""
         self._links = links

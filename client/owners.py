@@ -64,7 +64,7 @@ class OwnerSilos(dict[str, OwnerSilo]):
 
 
 class GatewayUse:
-    """Whether a consumer has a gateway. Then it tries direct sessions again after a while."""
+    """Whether a consumer uses a gateway, and when it tries direct sessions again."""
 
     def __init__(self) -> None:
         self.is_used = False

@@ -79,8 +79,8 @@ class Snapshot(NamedTuple):
 def merged_consumers(
     views: Sequence[SubscriptionView], ended: Callable[[str], DeliveryCounts | None]
 ) -> list[SubscriptionView]:
-    """Return one view of each subscription with mode broadcast instead of one of each consumer: there is no end of
-    consumers' names. `ended` returns the counts of its consumers that have left."""
+    """Return one view of each subscription with mode broadcast, not one of each consumer: the names of consumers would
+    make more and more series. `ended` returns the counts of its consumers that have left."""
     by_name: dict[str, list[SubscriptionView]] = {}
     for view in views:
         by_name.setdefault(view.name.partition(CONSUMER_SEPARATOR)[0], []).append(view)

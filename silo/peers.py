@@ -27,7 +27,7 @@ CALL_S = 30.0
 class _PeerTransport(GrpcTransport):
     """The connection to one silo. All consumers share it, so a silent call alone does not end it."""
 
-    # It is closed because its silo is not a member any more, or does not answer: other silos may.
+    # The connection is closed because its silo is not a member any more, or does not answer. A retry may reach another.
     closed_error = partial(Unavailable, "the connection to the silo was given up")
     on_silence: Callable[[], None]
     """Called when the silo is silent in a call."""

@@ -1,4 +1,4 @@
-"""What a viewer with a token that may manage can change. The services check the permissions."""
+"""Changes that a viewer with a token may make, if the token may manage. The services check the permissions."""
 
 from __future__ import annotations
 

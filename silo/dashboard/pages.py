@@ -22,7 +22,7 @@ OVERVIEW_MS = 2 * 60_000
 HISTORY_MS = 10 * 60_000
 MAX_BLOCKED = 50
 SLOW_FRAMES = 5
-"""What reads the store, such as counts and stored positions, is read for every fifth frame."""
+"""Content that needs the store, such as counts and stored positions, is read for every fifth frame only."""
 
 
 class PageSource(ABC):

@@ -13,7 +13,7 @@ class Viewer(NamedTuple):
 
     principal: Principal
     logged_in: bool
-    """False: a viewer without a token. It may read everything except payloads, and change nothing."""
+    """False: a viewer without a token. It sees all pages without payloads, and can change nothing."""
 
     @property
     def may_manage(self) -> bool:
