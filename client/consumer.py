@@ -257,6 +257,7 @@ class Consumer(SubscriptionHandle):
         self.holdings.begin()
 
     def _reconnecting(self, error: HeadraceError) -> None:
+        self.holdings.forget_epochs()
         if not self._closing:
             log.warning("%r lost its silo and reconnects: %s", self, error)
             self.reconnections += 1

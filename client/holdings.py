@@ -85,6 +85,12 @@ class ConsumerHoldings:
             known.end_session()
             self.grant()
 
+    def forget_epochs(self) -> None:
+        """Accept any epoch again, because all sessions are lost. The silos may be a cluster now and were not before, or
+        the reverse: then epochs are numbered anew."""
+        for queue in self._queues.values():
+            queue.epoch = 0
+
     def close(self, reason: str) -> None:
         """The user can take and acknowledge nothing more. Earlier acknowledgements can still be reported."""
         self.account.close(reason)

@@ -33,9 +33,9 @@ class SiloProcess:
         self._process: Process | None = None
         self._reader: Thread | None = None
 
-    def start(self) -> str:
-        """Start it, or start it again, and return its address when it serves."""
-        arguments = ["silo", "--data", str(self.data), "--listen", self.address, *self._flags]
+    def start(self, *more: str) -> str:
+        """Start it, or start it again, with more flags, and return its address when it serves."""
+        arguments = ["silo", "--data", str(self.data), "--listen", self.address, *self._flags, *more]
         environment = ENVIRONMENT | {"HEADRACE_GRPC__NATIVE": str(SERVING.native).lower()}
         self._process = forking().start(arguments, cwd=self.folder, env=environment, stderr=subprocess.PIPE)
         assert self._process.stderr is not None

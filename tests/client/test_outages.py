@@ -254,6 +254,23 @@ async def test_a_silo_that_stops_in_order_lets_its_consumers_finish(silo: SiloPr
 
 
 @pytest.mark.mostly_native
+async def test_a_consumer_goes_on_if_a_cluster_takes_the_place_of_a_silo_alone_and_the_reverse(silo: SiloProcess):
+    seen, cluster = Seen(), silo.folder / "cluster.toml"
+    cluster.write_text('[cluster]\nname = "a"\n')
+    async with Client(silo.address) as client:
+        async with client.subscribe("s", ORDERS, start="earliest") as consumer:
+            consuming = asyncio.create_task(consume(consumer, seen, random.Random(1)))
+            for first, flags in enumerate([[], [], [str(cluster)], []]):
+                await asyncio.to_thread(silo.stop)
+                await asyncio.to_thread(silo.start, *flags)
+                await publish(client, KEYS, 1, first=first)
+                await reached(seen, 8 * (first + 1))
+            await until(lambda: consumer.statistics().held_events == 0)
+        await consuming
+    check_once(seen, 4)
+
+
+@pytest.mark.mostly_native
 async def test_a_killed_consumer_loses_nothing_and_repeats_only_unsaved_events(silo: SiloProcess, tmp_path: Path):
     rng, count = random.Random(), 400
     async with Client(silo.address) as client:
