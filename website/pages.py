@@ -28,7 +28,7 @@ OUTSIDE = {
 """Pages with another name in the site."""
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<label>[^\]]*)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-_CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`(?!\])", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
 
 class Section(NamedTuple):

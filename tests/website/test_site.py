@@ -152,6 +152,7 @@ def test_a_page_without_a_link_from_the_home_page_is_an_error(repository: Path):
         ("[`Client`](../client/client.py)", "[`Client`](source/client/client.py.txt)"),
         ("![picture](a.svg)", "![picture](a.svg)"),
         ("the folder [`client`](../client)", "the folder `client`"),
+        ("the folder [`client`](../client) has `more`", "the folder `client` has `more`"),
         ("[web](https://example.org/x.md)", "[web](https://example.org/x.md)"),
         ("`not [a](link.md)`", "`not [a](link.md)`"),
         ("```text\n[a](link.md)\n```", "```text\n[a](link.md)\n```"),
