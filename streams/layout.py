@@ -104,9 +104,12 @@ def read_trace(encoded: bytes, prefix: bytes) -> bytes:
     try:
         size_tag, _, time_tag, _, tag = _ONE_EVENT.unpack_from(encoded, at)
         if size_tag == _ONE_SIZE and time_tag == _ONE_TIMESTAMP:  # one event: the loop would cost more
-            at += _ONE_EVENT.size - 1
             if tag == _PAYLOAD:
                 return b""
+            at += _ONE_EVENT.size
+            if tag == _TRACE and encoded[at] <= TRACE_BYTES:
+                return encoded[at + 1 : at + 1 + encoded[at]]
+            at -= 1
         while (tag := encoded[at]) != _PAYLOAD:
             length, start = encoded[at + 1], at + 2
             if length > _ONE_BYTE:

@@ -36,13 +36,14 @@ from opentelemetry.trace import (
 
 from .events import EventBatch
 from .identity import StreamId
-from .layout import NOT_RECORDED
+from .layout import NOT_RECORDED, read_trace
 
 log = logging.getLogger("headrace.tracing")
 
 MAX_LINKS = 32
 """Most publishers that the span of a pull is linked to."""
 _SYSTEM = "headrace"
+_SAMPLED = int(TraceFlags.SAMPLED)
 
 _VERSION = version("headrace")
 _NOT_RECORDED = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
@@ -74,8 +75,8 @@ class Spans:
     ) -> HandlingSpan | None:
         """Begin a span around the handler of a batch, as a child of the span that published it; without one, as a root,
         if a new trace may begin. Return None if nothing is recorded."""
-        publisher = batch.trace()
-        if not (publisher[-1] & TraceFlags.SAMPLED if publisher else self._limit.admits(monotonic())):
+        publisher = read_trace(batch.encoded, batch.stream.prefix)
+        if not (publisher[-1] & _SAMPLED if publisher else self._limit.admits(monotonic())):
             return None
         operation = "redrive" if redriven else "process"
         attributes = _attributes(operation, provider, batch.stream, batch.count)
