@@ -39,14 +39,15 @@ class StreamQueueMapper:
     Raises InvalidArgument for a number of queues that is not from 1 to `MAX_QUEUES`.
     """
 
-    __slots__ = ("_at", "_max_remembered", "_positions", "_remembered", "queues")
+    __slots__ = ("_max_remembered", "_remembered", "_ring", "queues")
 
     def __init__(self, queues: int, *, max_remembered: int = REMEMBERED) -> None:
         if not 1 <= queues <= MAX_QUEUES:
             raise InvalidArgument(f"a provider has 1 to {MAX_QUEUES:,} queues, not {queues}")
         self.queues = queues
         self._max_remembered = max_remembered
-        self._positions, self._at = _ring(queues)
+        self._ring: tuple[Sequence[int], Sequence[int]] | None = None
+        """The points, and the queue of each. Made at the first look-up: that takes 50 ms of CPU."""
         self._remembered: dict[StreamId, int] = {}
 
     @property
@@ -69,7 +70,10 @@ class StreamQueueMapper:
         return len(self._remembered)
 
     def _look_up(self, stream: StreamId) -> int:
-        queue = self._at[bisect(self._positions, hash_bytes(stream.prefix))]
+        if self._ring is None:
+            self._ring = _ring(self.queues)
+        positions, owners = self._ring
+        queue = owners[bisect(positions, hash_bytes(stream.prefix))]
         if len(self._remembered) >= self._max_remembered:
             self._remembered.clear()
         self._remembered[stream] = queue

@@ -19,8 +19,9 @@ from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
 from .config import GrpcConfig, TlsCredentials, read_credentials
 from .connection_times import CONNECTION_TIMES, ConnectionTimes
-from .guard import CallGuard, ServiceMethod
+from .guard import CallGuard
 from .limits import ClientLimiter, ClientLimits
+from .methods import ServiceMethod
 from .native_server import native_serving
 from .probes import HEALTH, HealthReporter, reflection_methods
 

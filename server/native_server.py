@@ -36,8 +36,9 @@ from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
 from .connection_times import ConnectionTimes
-from .guard import CODE, CallFailure, CallGuard, GuardedCall, MethodKind, ServiceMethod, failure_of
+from .guard import CODE, CallFailure, CallGuard, GuardedCall, failure_of
 from .limits import ClientLimits, address_of
+from .methods import MethodKind, ServiceMethod
 
 log = logging.getLogger("headrace.silo")
 

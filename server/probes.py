@@ -10,7 +10,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
 from ..streams.errors import NotFound
-from .guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
+from .guard import CallGuard
+from .methods import MethodKind, ServiceCall, ServiceMethod, parsed
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")

@@ -19,7 +19,7 @@ import grpc
 from ..balancer.membership import Membership
 from ..client.transport import StreamCall
 from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
-from ..server.guard import ServiceMethod
+from ..server.methods import ServiceMethod
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState

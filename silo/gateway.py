@@ -20,7 +20,7 @@ from ..client.routing import ATTACH_S, DRAINING, SERVED, LinkUser, QueueStatus, 
 from ..client.subscribe_call import METHOD
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
-from ..server.guard import ServiceCall
+from ..server.methods import ServiceCall
 from ..streams import wire
 from ..streams.errors import HeadraceError, Unavailable
 from ..streams.frames import DeliveredBatch

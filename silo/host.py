@@ -35,7 +35,8 @@ from .user_modules import declared_subscriptions
 if TYPE_CHECKING:  # they load gRPC
     from starlette.types import ASGIApp
 
-    from ..server.guard import CallGuard, ServiceMethod
+    from ..server.guard import CallGuard
+    from ..server.methods import ServiceMethod
     from .clustered_silo import ClusteredSilo
     from .dashboard.application import Dashboard
 

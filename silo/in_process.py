@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ..client.transport import StreamCall, Transport, remote_error, require_loop
 from ..server.access import EVERYTHING, Principal
-from ..server.guard import MethodKind, ServiceCall, ServiceMethod
+from ..server.methods import MethodKind, ServiceCall, ServiceMethod
 from ..streams.errors import Closed, HeadraceError, Unavailable
 
 THIS_PROCESS = "this process"

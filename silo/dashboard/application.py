@@ -20,7 +20,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from ...server.access import Authenticator
-from ...server.guard import ServiceMethod
+from ...server.methods import ServiceMethod
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, NotFound, PermissionDenied, Unavailable
 from ..config import SiloConfig
 from ..local import InProcessTransport

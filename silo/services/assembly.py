@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
-from ...server.guard import CallGuard, ServiceMethod
+from ...server.guard import CallGuard
+from ...server.methods import ServiceMethod
 from ..consumer_groups import ConsumerGroups
 from ..gateway import ClusterGateways
 from ..provider import Provider

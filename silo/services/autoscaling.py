@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...proto.keda import externalscaler_pb2 as pb
-from ...server.guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.guard import CallGuard
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument, NotFound
 from ...streams.subscriptions import SubscriptionDefinition
 from ..provider_core import ProviderCore

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ...proto.v1 import cluster_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.guard import CallGuard
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument, NotFound, Unavailable
 from ..provider_core import ProviderCore
 from .agent_changes import CALL_S, AgentChanges, RunningSilo

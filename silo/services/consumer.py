@@ -11,7 +11,7 @@ from ...client.routing import SessionCalls
 from ...client.transport import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.access import PEER
-from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument, Unavailable
 from ..consumer_groups import ConsumerGroups
 from ..in_process import InProcessCall, InProcessStreamCall

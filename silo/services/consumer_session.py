@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import ServiceCall
+from ...server.methods import ServiceCall
 from ...store.rows import position_token
 from ...streams import wire
 from ...streams.errors import HeadraceError, Unavailable

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import ServiceCall, check_fields
+from ...server.methods import ServiceCall, check_fields
 from ...store.rows import checkpoint_of_token, position_token
 from ...streams import wire
 from ...streams.errors import InvalidArgument

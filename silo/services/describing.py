@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...adapters import Backlog
 from ...balancer.membership import Membership
 from ...proto.v1 import cluster_pb2 as pb
-from ...server.guard import ServiceCall
+from ...server.methods import ServiceCall
 from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ...streams.errors import HeadraceError, PermissionDenied
 from ..provider_core import ProviderCore

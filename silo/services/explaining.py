@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...proto.v1 import observation_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import ServiceCall
+from ...server.methods import ServiceCall
 from ...streams.cluster import LIVING
 from ...streams.errors import HeadraceError, InvalidArgument
 from ...streams.identity import StreamId

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...server.access import Permission
-from ...server.guard import ServiceCall
+from ...server.methods import ServiceCall
 from ...streams.errors import DefinitionConflict, NotFound
 from ...streams.subscriptions import SubscriptionDefinition
 from ..provider_core import ProviderCore

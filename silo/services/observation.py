@@ -18,7 +18,7 @@ from ...agents import CursorState, ServedSubscription
 from ...proto.v1 import observation_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
 from ...server.access import PEER, Permission
-from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import HeadraceError, InvalidArgument
 from ...streams.subscriptions import CONSUMER_SEPARATOR, SubscriptionDefinition
 from ..consumer_groups import ConsumerGroups

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from ...proto.v1 import publisher_pb2 as pb
 from ...server.access import Permission
-from ...server.guard import MethodKind, ServiceCall, ServiceMethod, details_of, parsed
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, details_of, parsed
 from ...streams import frames
 from ...streams.background import end
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable

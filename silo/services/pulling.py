@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ...client.routing import ATTACH_S, ENDED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
 from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
-from ...server.guard import ServiceCall
+from ...server.methods import ServiceCall
 from ...streams.background import end
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
 from ...streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split

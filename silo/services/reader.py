@@ -17,7 +17,7 @@ from ...adapters.range_ends import OffsetRange, RangeLimits, end_by_reading
 from ...agents import SendBudget
 from ...proto.v1 import reader_pb2 as pb
 from ...server.access import Permission, Principal
-from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import HeadraceError, InvalidArgument, NotSupported, OffsetsGone, Unavailable
 from ...streams.events import EventBatch
 from ...streams.field_limits import check_times

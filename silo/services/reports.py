@@ -9,7 +9,7 @@ from typing import Any
 
 from ...agents import EventRange
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import parsed
+from ...server.methods import parsed
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
 from ..consumer_groups import AttachedConsumer

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from ...proto.v1 import subscriptions_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...store.schema import MAX_POSITION
 from ...streams import wire
 from ...streams.background import first_of

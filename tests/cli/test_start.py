@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
 
 from headrace.cli.commands.pipeline import JOBS
 from headrace.cli.main import COMMANDS
-from tests.cli.commandline import ENVIRONMENT
+from tests.cli.commandline import ENVIRONMENT, Headrace
 
 SLOW = {
     "google.protobuf", "grpc", "headrace.adapters", "headrace.agents", "headrace.silo.provider", "lmdb",
@@ -17,15 +19,15 @@ SLOW = {
 """Modules that take long to import. Only the work of a command needs them."""
 
 
-def imported(calls: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Run the calls one after the other in a new process. Return the modules of `SLOW` that each has imported."""
+def imported(calls: Sequence[Sequence[str]], modules: AbstractSet[str] = SLOW) -> dict[str, list[str]]:
+    """Run the calls one after the other in a new process. Return which of the modules each has imported."""
     program = (
         "import json, sys\n"
         "from headrace.cli.main import main\n"
         "found, before = {}, set()\n"
         f"for call in {list(map(list, calls))!r}:\n"
         "    main(call)\n"
-        f"    now = {SLOW!r} & set(sys.modules)\n"
+        f"    now = {modules!r} & set(sys.modules)\n"
         "    if now - before:\n"
         "        found[' '.join(call)] = sorted(now - before)\n"
         "    before = now\n"
@@ -50,3 +52,15 @@ def test_a_wrong_directory_is_refused_before_anything_slow_is_imported() -> None
 def test_the_work_of_a_command_imports_it() -> None:
     """Otherwise the list above would name modules that no command imports."""
     assert "sqlalchemy" in imported([["effects", "ddl"]])["effects ddl"]
+
+
+def test_a_report_about_a_data_directory_imports_no_grpc_and_no_dialect_of_postgresql(
+    headrace: Headrace, tmp_path: Path
+) -> None:
+    assert headrace("publish", "--data", "data", "--stream", "orders/1", stdin=b"{}").code == 0
+    data = ["--data", str(tmp_path / "data")]
+    calls = [["subscriptions", "list", *data], ["deadletters", "list", *data], ["queues", *data], ["streams", *data]]
+    unneeded = {"grpc", "sqlalchemy.dialects.postgresql", "prometheus_client", "starlette", "uvicorn"}
+    found = {name for names in imported(calls, SLOW | unneeded).values() for name in names}
+    assert found & unneeded == set()
+    assert "sqlalchemy" in found

@@ -19,7 +19,7 @@ from headrace import Client, Closed, StreamId, Unavailable
 from headrace.client.connection import GrpcTransport, Tls
 from headrace.client.native import NativeTransport
 from headrace.client.packets import ANNOUNCED, HEAD, PacketConnection, PacketHead, PacketKind
-from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
+from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod
 from tests.certificates import Authority
 from tests.client.silos import SiloProcess
 from tests.server.native_calls import HearingTransport, calling, native_port

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace import HeadraceError, Unavailable
 from headrace.client.transport import StreamCall, remote_error
 from headrace.server.access import Principal
-from headrace.server.guard import ServiceCall
+from headrace.server.methods import ServiceCall
 from tests.cluster.machines import Machine
 
 if TYPE_CHECKING:

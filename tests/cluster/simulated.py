@@ -41,7 +41,7 @@ from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
 from headrace.client.transport import FIRST_PAUSE_S, MAX_PAUSE_S, StreamCall
 from headrace.server.access import PEER, Principal
-from headrace.server.guard import MethodKind
+from headrace.server.methods import MethodKind
 from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.gateway import ClusterGateways
 from headrace.silo.opening import ProviderParts

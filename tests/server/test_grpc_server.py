@@ -15,8 +15,8 @@ from headrace.server.access import NoTokens
 from headrace.server.config import GrpcConfig
 from headrace.server.connection_times import ConnectionTimes
 from headrace.server.grpc_server import serving
-from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.server.limits import ClientLimits
+from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod
 from headrace.streams.errors import Busy, InvalidArgument
 from tests.certificates import Authority
 from tests.silo.services.calling import PUBLISH_STREAM, Caller, Refused, batch, connecting, offering, opened

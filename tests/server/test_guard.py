@@ -8,8 +8,8 @@ from google.protobuf import empty_pb2, struct_pb2, wrappers_pb2
 
 from headrace.proto.v1 import events_pb2
 from headrace.server.access import Permission, Principal, new_token, principal_of
-from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from headrace.server.limits import ClientLimits
+from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from headrace.streams.errors import (
     HeadraceError,
     InvalidArgument,

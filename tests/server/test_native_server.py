@@ -14,8 +14,8 @@ from headrace.client.native import NativeTransport
 from headrace.client.packets import U32, WINDOW, PacketKind
 from headrace.server.access import Authenticator, Principal
 from headrace.server.connection_times import ConnectionTimes
-from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.server.limits import ClientLimits
+from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod
 from headrace.streams.errors import (
     Closed,
     HeadraceError,

@@ -7,7 +7,7 @@ import pytest
 
 from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Provider, Start, StreamId
 from headrace.client.consuming_client import ConsumingClient
-from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
+from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod
 from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.in_process import InProcessStreamCall, InProcessTransport
 from headrace.silo.options import ProviderOptions

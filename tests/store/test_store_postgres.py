@@ -94,6 +94,13 @@ async def test_a_server_that_was_restarted_is_found_again_with_all_it_was_told(
     assert await store.value("k") == "after"  # no call noticed the restart
 
 
+async def test_the_index_of_delayed_batches_has_only_those_that_are_being_published(postgres_url: str):
+    async with opened(postgres_url):
+        query = "SELECT indexdef FROM pg_indexes WHERE indexname = 'delayed_batches_taken'"
+        with psycopg.connect(postgres_url) as connection:
+            assert str(connection.execute(query).fetchall()).count("WHERE (claim > 0)") == 1
+
+
 async def test_a_server_that_does_not_answer_is_an_error_within_a_time(store: ControlStore, server: PostgresServer):
     await store.set_value("k", "1")
     with frozen(server):

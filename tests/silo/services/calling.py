@@ -18,7 +18,7 @@ from headrace.server.access import Authenticator, NoTokens, Permission, new_toke
 from headrace.server.config import GrpcConfig
 from headrace.server.connection_times import CONNECTION_TIMES, ConnectionTimes
 from headrace.server.grpc_server import serving
-from headrace.server.guard import ServiceMethod
+from headrace.server.methods import ServiceMethod
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.service_limits import SERVICE_LIMITS, ServiceLimits
