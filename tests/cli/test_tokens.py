@@ -204,7 +204,7 @@ def test_commands_on_a_data_directory_do_not_make_one_of_a_url(headrace: Headrac
         (["--listen", "[::]:0"], "grpc.host is '::', which other machines may reach, and there is no TLS"),
         (["--listen", "silo.example.org:0"], "grpc.host is 'silo.example.org', which other machines may reach"),
         (["--listen", "9465"], "'9465' is no address: write HOST:PORT, as in 127.0.0.1:9465 or [::1]:9465"),
-        (["--listen", "127.0.0.1:65536"], "command line: [grpc] port = 65536: expected an integer >= 0 and <= 65535"),
+        (["--listen", "127.0.0.1:65536"], "'127.0.0.1:65536' is no address: ports are numbers up to 65535"),
         (["--certificate", "c"], "grpc.certificate is given without grpc.key: TLS needs both"),
         (["--key", "k"], "grpc.key is given without grpc.certificate: TLS needs both"),
         (["--client-ca", "ca"], "grpc.client_ca is given without grpc.certificate and grpc.key"),

@@ -80,7 +80,7 @@ FOUND: dict[str, list[Step]] = {
         *EXPIRED,
         ("reject_a_batch", {"which": 0}),
         *OTHERS_DO,
-        ("tell_progress", Q0),
+        ("report_progress", Q0),
         ("receive", Q0),
         ("seek", {}),
         *TALK,

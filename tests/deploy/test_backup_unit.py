@@ -28,8 +28,11 @@ def folder(tmp_path: Path, headrace: Headrace) -> Path:
 def run_unit(folder: Path) -> bool:
     """Run the commands in order, until one fails. Return whether the unit succeeded."""
     text = (DEPLOY / "systemd" / "headrace-backup.service").read_text(encoding="utf-8")
+    program = folder.parent / "program"  # the unit does not quote the path, and that of the tests may have a space
+    program.unlink(missing_ok=True)
+    program.symlink_to(SCRIPT)
     for line in re.findall(r"^ExecStart(?:Pre)?=(.*)$", text, re.MULTILINE):
-        command = line.replace("%%", "%").replace("/opt/headrace/bin/headrace", SCRIPT)
+        command = line.replace("%%", "%").replace("/opt/headrace/bin/headrace", str(program))
         command = command.replace("/var/lib/headrace-backup", str(folder))
         command = command.replace("/var/lib/headrace/data", str(folder.parent / "data"))
         if subprocess.run(shlex.split(command), env=ENVIRONMENT, check=False).returncode != 0:
