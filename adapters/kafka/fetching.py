@@ -21,6 +21,8 @@ log = logging.getLogger("headrace.adapters.kafka")
 
 POLL_S = 0.2
 GROUP_RECORDS = 2000
+WAITING_RECORD_BYTES = 400
+"""Memory of a record that waits, in bytes, apart from its value: its batch, its step, and their names."""
 
 
 class FetchedRecord(NamedTuple):
@@ -40,6 +42,7 @@ class FetchedGroup(NamedTuple):
     end: int
     """Every record below this offset was delivered, in this group or an earlier one."""
     nbytes: int
+    """Bytes of the records' values."""
     paused: bool
     """Whether no record had come for `pause_s` before this group."""
     error: KafkaError | Exception | None = None
@@ -47,11 +50,16 @@ class FetchedGroup(NamedTuple):
     epochs: Sequence[EpochRange] = ()
     """The leader epochs of the records."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of the records until they are decoded and delivered."""
+        return self.nbytes + WAITING_RECORD_BYTES * len(self.records)
+
 
 class PartitionFetcher:
     """Fetches one partition from an offset on, until `stop` is called or an error ends it.
 
-    It stops fetching while more than `waiting_bytes` were delivered and not consumed.
+    It stops fetching while more than `waiting_bytes` of memory were delivered and not consumed.
     """
 
     def __init__(
@@ -132,7 +140,7 @@ class PartitionFetcher:
                 # accepted.
                 has_answered = True
                 end = group.end
-                self._delivered_bytes += group.nbytes
+                self._delivered_bytes += group.memory_bytes
                 self._hand_over(group)
             if group.error is not None:
                 return

@@ -35,6 +35,8 @@ SNAPSHOT_SHARE = 4
 """A snapshot is written only after records that are at least so many times as large, or after one record for each
 `SNAPSHOT_BYTES_PER_RECORD` of its bytes."""
 
+_SAVING = "headrace kafka snapshots"
+"""Name of the task that stores snapshots."""
 _T = TypeVar("_T")
 _QUEUE, _PRODUCER, _BEGIN, _EPOCH = b"queue/", b"producer/", b"begin/", b"epoch/"
 
@@ -81,6 +83,8 @@ class KafkaLedgers:
         self._limits = limits
         self._queues = [QueueLedger() for _ in range(queues)]
         self._unsaved_counts = [_UnsavedCounts() for _ in range(queues)]
+        self._due: set[int] = set()
+        """Queues whose snapshot is to be stored in the next turn."""
         self._stored_bytes = [0] * queues
         """Bytes of the last snapshot of each queue."""
         self._epochs = [ReadEpochs() for _ in range(queues)]
@@ -286,23 +290,35 @@ class KafkaLedgers:
         enough_bytes = max(self._limits.snapshot_bytes, SNAPSHOT_SHARE * stored_bytes)
         if unsaved.records >= enough_records or unsaved.nbytes >= enough_bytes:
             self._unsaved_counts[queue] = _UnsavedCounts()
-            self._background.start(self._save(queue), f"headrace kafka ledger {queue}")
+            self._due.add(queue)
+            if _SAVING not in self._background:
+                self._background.start(self._save_due(), _SAVING)
 
-    async def _save(self, queue: int) -> None:
-        """Store the ledger of a queue. After a failure, more of the log has to be read the next time."""
+    async def _save_due(self) -> None:
+        """Store the ledgers of the queues that are due, in turns. Each turn makes one client for all of them: a client
+        has six threads, and the queues may be read faster than clients end."""
+        while self._due:
+            queues, self._due = sorted(self._due), set()
+            await self._save(queues)
+            if self._due:
+                await asyncio.sleep(self._limits.snapshot_pause_s)
+
+    async def _save(self, queues: Sequence[int]) -> None:
+        """Store the ledgers of queues. After a failure, more of the log has to be read the next time."""
         oldest_ms = int((time.time() - self._limits.producers_kept_s) * 1000)
         try:
-            first = (await self._topics.bounds(self._topic, [queue]))[queue].first
+            bounds = await self._topics.bounds(self._topic, queues)
             await self._read_rows()  # another process may have stored a later call of a producer that seems to be old
-            encoded = self._snapshot(queue, oldest_ms, first)
-            self._stored_bytes[queue] = len(encoded)
-            rows = [OutgoingRecord(0, _QUEUE + str(queue).encode(), encoded)]
-            for producer in [name for name, call in self._empty_calls.items() if call.time_ms < oldest_ms]:
+            for queue in queues:
+                encoded = self._snapshot(queue, oldest_ms, bounds[queue].first)
+                self._stored_bytes[queue] = len(encoded)
+                await self._row_publisher().send([OutgoingRecord(0, _QUEUE + str(queue).encode(), encoded)])
+            old = [name for name, call in self._empty_calls.items() if call.time_ms < oldest_ms]
+            for producer in old:
                 del self._empty_calls[producer]
-                rows.append(OutgoingRecord(0, _PRODUCER + producer.encode(), None))
-            await self._row_publisher().send(rows)
+            await self._row_publisher().send([OutgoingRecord(0, _PRODUCER + each.encode(), None) for each in old])
         except HeadraceError as error:
-            log.info("the ledger of queue %d of topic %r was not stored: %s", queue, self._topic, error)
+            log.info("the ledgers of queues %s of topic %r were not stored: %s", queues, self._topic, error)
 
     def _snapshot(self, queue: int, oldest_ms: int, first: int) -> bytes:
         """Return the encoded ledger of a queue. If it is too large, forget the producers with the oldest calls."""

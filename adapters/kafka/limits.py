@@ -20,13 +20,16 @@ class KafkaLimits(NamedTuple):
     doubt_s: float = 0.3
     """The topic is checked before a record is reported as stored that waited for longer than this."""
     waiting_bytes: int = 8 << 20
-    """A receiver stops fetching while this many bytes wait for `receive`."""
+    """A receiver stops fetching while this many bytes wait for `receive`, with `WAITING_RECORD_BYTES` for each
+    record."""
     pending_bytes: int = 256 << 20
     """Bytes of records that are not stored yet: above them, a publish raises QueueFull."""
     pending_records: int = 500_000
     snapshot_records: int = 5_000
     """After this many records of a queue, the ledger of its producers is stored."""
     snapshot_bytes: int = 32 << 20
+    snapshot_pause_s: float = 1.0
+    """Pause between two turns in which ledgers are stored."""
     ledger_bytes: int = 8 << 20
     """A snapshot has at most this many bytes: above them, the producers of the longest time ago are forgotten."""
     commit_s: float = 1.0

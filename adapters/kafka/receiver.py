@@ -15,7 +15,7 @@ from ...streams.events import EventBatch
 from ...streams.wording import counted
 from ..limits import within_limits
 from ..receiving import RETENTION, Bounds, Gap, QueueReceiver, Received
-from .fetching import FetchedGroup, PartitionFetcher
+from .fetching import WAITING_RECORD_BYTES, FetchedGroup, PartitionFetcher
 
 log = logging.getLogger("headrace.adapters.kafka")
 
@@ -113,7 +113,7 @@ class KafkaReceiver(QueueReceiver):
             self._position = steps.popleft().end
         self._pass_offsets_without_records()
         if self._fetcher is not None:
-            self._fetcher.taken(sum(batch.nbytes for batch in taken))
+            self._fetcher.taken(sum(map(_memory_bytes, taken)))
         return Received(taken, self._position)
 
     def _pass_offsets_without_records(self) -> None:
@@ -141,13 +141,13 @@ class KafkaReceiver(QueueReceiver):
                 add(_Step(offset + 1, gap=Gap(offset, offset + 1, batch)))
             else:
                 add(_Step(offset + 1, batch))
-                waiting += len(batch.encoded)
+                waiting += _memory_bytes(batch)
         self._log_left_out(skipped, duplicates)
         reached = self._steps[-1].end if self._steps else self._position
         if group.end > reached:
             self._steps.append(_Step(group.end))
         if self._fetcher is not None:
-            self._fetcher.taken(group.nbytes - waiting)
+            self._fetcher.taken(group.memory_bytes - waiting)
         self._error = group.error
         if group.error is None:
             self._rejected_position = None
@@ -216,3 +216,7 @@ class KafkaReceiver(QueueReceiver):
         if fetcher is not None:
             fetcher.stop()
             await fetcher.stopped()
+
+
+def _memory_bytes(batch: EventBatch) -> int:
+    return len(batch.encoded) + WAITING_RECORD_BYTES

@@ -134,6 +134,23 @@ async def test_snapshot_knows_calls_whose_records_are_deleted(address: str) -> N
         assert await publish(adapter, 5, (0, "5")) == [False]
 
 
+async def test_snapshots_of_queues_that_are_read_fast_are_stored_in_turns(address: str) -> None:
+    """Each turn makes a client. Before, many were made at once, with hundreds of threads."""
+    topic = new_topic()
+    async with opened(address, topic, limits=QUICK._replace(snapshot_records=1)) as adapter:
+        receiver = await adapter.open_receiver(0, 0)
+        for number in range(100):
+            await adapter.enqueue([(0, batch(str(number)))])
+            assert await received(receiver, 1) == [str(number)]
+        await adapter.snapshots_stored()
+    assert await _end_of_ledger(address, topic) < 50
+
+
+async def _end_of_ledger(address: str, topic: str) -> int:
+    clients = KafkaClients(KafkaOptions(bootstrap=address), ClientSettings({}))
+    return (await KafkaTopics(clients, clients.admin(), KAFKA_LIMITS).bounds(ledger_topic(topic), [0]))[0].next
+
+
 async def test_call_that_timed_out_is_stored_once_when_it_is_sent_again(kafka_server: KafkaServer) -> None:
     topic = new_topic()
     async with opened(kafka_server.address, topic, publish_timeout_s=1.0) as adapter:
@@ -178,7 +195,7 @@ async def test_call_without_batches_that_another_process_stored_later_is_not_del
         assert len(await received(await adapter.open_receiver(0, 0), 3)) == 3
         await adapter.snapshots_stored()
     clients = KafkaClients(KafkaOptions(bootstrap=address), ClientSettings({}))
-    end = (await KafkaTopics(clients, clients.admin(), KAFKA_LIMITS).bounds(ledger_topic(topic), [0]))[0].next
+    end = await _end_of_ledger(address, topic)
 
     def deleted() -> list[bytes | None]:
         groups = read_range(clients, ledger_topic(topic), 0, 0, end, timeout_s=5.0)

@@ -16,7 +16,13 @@ from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import Bounds
 from headrace.adapters.kafka.acknowledgements import KafkaAcknowledgements
 from headrace.adapters.kafka.client import KafkaClients, KafkaRecord
-from headrace.adapters.kafka.fetching import FetchedGroup, FetchedRecord, PartitionFetcher
+from headrace.adapters.kafka.fetching import (
+    GROUP_RECORDS,
+    WAITING_RECORD_BYTES,
+    FetchedGroup,
+    FetchedRecord,
+    PartitionFetcher,
+)
 from headrace.adapters.kafka.formats import PackedFormat, RecordFormat
 from headrace.adapters.kafka.options import KafkaOptions
 from headrace.adapters.kafka.publisher import OutgoingRecord, RecordPublisher
@@ -24,7 +30,7 @@ from headrace.adapters.kafka.reading import read_in_thread, read_range
 from headrace.adapters.kafka.receiver import KafkaReceiver, ReceiverQueue
 from headrace.adapters.kafka.secrets import ClientSettings
 from headrace.streams.errors import StorageError
-from tests.adapters.kafka.opening import ANY, QUICK, batch, new_topic, opened, texts
+from tests.adapters.kafka.opening import ANY, QUICK, ForeignProgram, batch, new_topic, opened, texts
 
 Deliver = Callable[[FetchedGroup], None]
 REFUSED = FetchedGroup((), 5, 0, False, KafkaError(KafkaError._LOG_TRUNCATION))
@@ -121,6 +127,21 @@ async def test_an_unexpected_error_while_a_partition_is_read_is_raised(address: 
         with pytest.raises(StorageError, match="from offset 5: a mistake at offset 5"):
             await asyncio.wait_for(receiver.receive(ANY, ANY), 20)
     await receiver.aclose()
+
+
+async def test_memory_of_small_records_that_wait_is_bounded(address: str) -> None:
+    """A record of a few bytes takes hundreds of bytes while it waits."""
+    topic, foreign, waiting = new_topic(), ForeignProgram(address), list[FetchedRecord]()
+    foreign.make_topic(topic)
+    foreign.write(topic, [b"x"] * 20_000)
+    reading = fetcher(address, topic, 0, PackedFormat(0), lambda group: waiting.extend(group.records))
+    known = -1
+    while not waiting or len(waiting) > known:
+        known = len(waiting)
+        await asyncio.sleep(0.5)
+    reading.stop()
+    await reading.stopped()
+    assert len(waiting) <= (1 << 20) // WAITING_RECORD_BYTES + GROUP_RECORDS + 1
 
 
 async def test_a_position_at_the_end_of_a_partition_is_answered(address: str) -> None:
