@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from sqlalchemy import Connection, CursorResult, Engine, text
+from sqlalchemy import Connection, CursorResult, Engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
@@ -151,6 +151,7 @@ class ConnectionEffectDatabase(EffectDatabase):
 
 @asynccontextmanager
 async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
+    begin_with_savepoints(_plain(connection))
     with outages():
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
@@ -290,6 +291,7 @@ class _ThreadedTransaction(EffectTransaction):
         if self._opened is None:
             with outages():
                 self._opened = self._engine.connect()
+                begin_with_savepoints(self._opened)
                 self._opened.begin()
             self._observed = ObservedTransaction(
                 self._opened, "session.begin_nested() in a function that tx.run() calls"
@@ -413,6 +415,18 @@ def check_transactions(connection: Connection) -> None:
         commits = commits or getattr(driver, "isolation_level", "") is None
     if commits:
         raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
+
+
+def begin_with_savepoints(connection: Connection) -> None:
+    """Let a savepoint begin the transaction. The drivers of SQLite begin only with a statement that writes: a savepoint
+    before it would be the transaction, and its end would commit."""
+    if connection.dialect.name == "sqlite" and not event.contains(connection, "savepoint", _begin_before_savepoint):
+        event.listen(connection, "savepoint", _begin_before_savepoint)
+
+
+def _begin_before_savepoint(connection: Connection, _name: str) -> None:
+    if is_in_transaction(connection) is False:
+        connection.exec_driver_sql("BEGIN")
 
 
 def refuse_over(*, is_over: bool) -> None:

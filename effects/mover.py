@@ -71,6 +71,9 @@ _LOCK_LANE = {
     "postgresql": text(f"{_FIND_LANE['postgresql']} FOR UPDATE SKIP LOCKED"),
     "sqlite": text(_FIND_LANE["sqlite"]),
 }
+_BEGIN_WRITING = text(f"UPDATE headrace_outbox_lane SET until_us = until_us WHERE {_LANE}")  # noqa: S608
+"""SQLite has no locks of rows: the first statement that writes locks the file. A read before it would be in no
+transaction."""
 _WRITE_LANE = {
     name: text(f"""
         UPDATE headrace_outbox_lane SET number = :number, ids = :ids, holder = :holder, until_us = {now} + {LEASE_US}
@@ -253,7 +256,7 @@ class OutboxMover:
     def _narrow(
         self, connection: Connection, lane: int, release: OutboxRelease, ids: Sequence[int], problem: str
     ) -> None:
-        row = connection.execute(_LOCK_LANE[connection.dialect.name], self._key(lane)).first()
+        row = self._lock(connection, lane)
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
@@ -264,6 +267,14 @@ class OutboxMover:
 
     def _key(self, lane: int) -> dict[str, Any]:
         return {"provider": self._target.name, "lane": lane}
+
+    def _lock(self, connection: Connection, lane: int) -> Row[str, int, str, str, int] | None:
+        """Return the row of a lane, which nobody else changes until the transaction ends. None: another process has it,
+        or there is none."""
+        key, dialect = self._key(lane), connection.dialect.name
+        if dialect == "sqlite":
+            connection.execute(_BEGIN_WRITING, key)
+        return connection.execute(_LOCK_LANE[dialect], key).first()
 
     async def _step(self, lane: int, published: int | None) -> OutboxRelease | None:
         """Return the lane's release. If the one with the number `published` is published, delete its rows first, and
@@ -276,7 +287,7 @@ class OutboxMover:
         key, dialect = self._key(lane), connection.dialect.name
         if published is None:
             connection.execute(_NEW_LANE, {**key, "producer": f"outbox {uuid.uuid4().hex}"})
-        row = connection.execute(_LOCK_LANE[dialect], key).first()
+        row = self._lock(connection, lane)
         # More than a lease is left only if the clock was set back.
         if row is None or (row.holder not in ("", self._holder) and 0 < row.left_us <= LEASE_US):
             return None

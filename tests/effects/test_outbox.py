@@ -4,13 +4,15 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -328,6 +330,51 @@ async def test_failures_neither_lose_nor_repeat_an_event(async_database: UserDat
                 continue
     await moved(async_database, queue)
     assert queue.payloads() == [b"%d" % number for number in range(30)]
+
+
+async def test_no_step_of_two_movers_in_sqlite_is_between_a_lane_and_its_next_release(
+    tmp_path: Path, schema_url: Callable[[], str]
+):
+    """A mover stands still for longer than its lease, just after it has read a lane. Another one goes on meanwhile."""
+    queue, steps = RecordingQueue(), 0
+    async with user_database("sqlite", str(tmp_path / "user.db"), schema_url) as database:
+        engine = database.engine
+        assert isinstance(engine, Engine)
+        other = create_engine(database.url, connect_args={"timeout": 0})
+        with other.connect() as connection:  # so that a reader does not keep writers out
+            assert connection.execute(text("PRAGMA journal_mode = WAL")).scalar() == "wal"
+        published: list[bytes] = []
+
+        def publish(payload: bytes) -> None:
+            with other.begin() as connection:
+                OUTBOX.publish(STREAM, payload, connection=connection)
+            published.append(payload)
+
+        def go_on_elsewhere() -> None:
+            with other.begin() as connection:
+                connection.execute(text("UPDATE headrace_outbox_lane SET until_us = 0"))
+            publish(b"2")
+            queue.fail_after = 1  # the other mover ends before it deletes the rows
+            with suppress(StorageError):
+                asyncio.run(OutboxMover(database_of(other), queue).move())
+            publish(b"3")
+
+        @event.listens_for(engine, "after_cursor_execute")
+        def read(connection: Connection, cursor: object, statement: str, *_: object) -> None:  # pyright: ignore[reportUnusedFunction]
+            nonlocal steps
+            if "FROM headrace_outbox_lane" in statement:
+                steps += 1
+                if steps == 2:
+                    with suppress(OperationalError):  # the file is locked
+                        go_on_elsewhere()
+
+        publish(b"1")
+        await moved(database, queue)
+        publish(b"4")
+        database.execute("UPDATE headrace_outbox_lane SET until_us = 0")  # the lease of the first mover is over
+        await moved(database, queue)
+        assert (queue.payloads(), steps > 2) == (published, True)
+        other.dispose()
 
 
 async def test_a_clock_that_was_set_back_does_not_stop_the_outbox(async_database: UserDatabase):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from headrace import (
     Effects,
@@ -63,6 +64,30 @@ async def test_a_failed_handler_leaves_the_state(database: UserDatabase):
     fails = False
     await effects.call(event_at(6))
     assert states(database) == [b'{"count":2}']
+
+
+async def test_a_savepoint_of_a_handler_that_fails_is_rolled_back(database: UserDatabase):
+    """The drivers of SQLite would begin the transaction with the savepoint, and commit when it is released."""
+    fails = False
+
+    def add(session: Session, value: str) -> None:
+        with session.begin_nested():
+            session.execute(text("INSERT INTO log (value) VALUES (:value)"), {"value": value})
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await tx.run(add, str(event.token))
+        tx.state = str(event.token)
+        if fails:
+            raise ValueError
+
+    effects, _ = in_scope(database, handle, state=KEPT)
+    for offset in (5, 6):  # the second time, the state is in memory
+        fails = True
+        with pytest.raises(ValueError):
+            await effects.call(event_at(offset))
+        fails = False
+        await effects.call(event_at(offset))
+    assert len(database.log()) == 2
 
 
 async def test_after_a_redrive_the_next_handler_runs_once(database: UserDatabase):
