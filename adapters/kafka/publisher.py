@@ -204,7 +204,10 @@ class RecordPublisher:
         producer.flush(self._clients.options.publish_timeout_s + 1)
 
     def _on_delivery(self, call: PendingRecords, index: int, error: KafkaError | None, message: Any = None) -> None:
-        if not call.note(index, error, -1 if message is None else message.offset()):
+        offset = None if message is None else message.offset()
+        if error is None and offset is None:  # a broker that has the record from an earlier try, and forgot its offset
+            error = KafkaError(KafkaError.DUPLICATE_SEQUENCE_NUMBER)
+        if not call.note(index, error, -1 if offset is None else offset):
             return
         self._settled.append(call)
         if not self._scheduled:

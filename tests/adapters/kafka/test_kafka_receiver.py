@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import cast
 
 import pytest
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import KafkaError, Message, TopicPartition
 
 from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import Bounds
@@ -181,6 +182,36 @@ async def test_closing_a_publisher_with_a_cancelled_call_does_not_cancel_the_cal
         answer.cancel()
         clients.options = KafkaOptions(bootstrap=kafka_server.address, publish_timeout_s=0.1)  # how long it waits now
         await publisher.aclose()
+
+
+class ForgetfulProducer:
+    """A client whose broker has stored each record in an earlier try, and does not tell the offset."""
+
+    def __init__(self) -> None:
+        self._sent = queue.SimpleQueue[Callable[..., None]]()
+
+    def produce(self, topic: str, value: bytes, key: bytes, partition: int, done: Callable[..., None]) -> None:
+        self._sent.put(done)
+
+    def poll(self, timeout_s: float) -> None:
+        with suppress(queue.Empty):
+            self._sent.get(timeout=timeout_s)(None, Message(topic="t"))
+
+    def flush(self, timeout_s: float) -> None: ...
+
+
+class ForgetfulClients(KafkaClients):
+    def producer(self) -> ForgetfulProducer:
+        return ForgetfulProducer()
+
+
+async def test_record_that_was_stored_at_an_unknown_offset_fails_and_stops_no_other_one() -> None:
+    clients = ForgetfulClients(KafkaOptions(bootstrap="127.0.0.1:1"), ClientSettings({}))
+    publisher = RecordPublisher("topic", clients, QUICK)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="may or may not be stored"):
+            await asyncio.wait_for(publisher.send([OutgoingRecord(0, None, b"x")]), 10)
+    await publisher.aclose()
 
 
 async def test_consumer_of_a_cancelled_reader_is_closed_in_a_thread() -> None:
