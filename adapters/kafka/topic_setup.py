@@ -33,7 +33,12 @@ async def open_topic(
     gives it. Raises InvalidArgument, NotFound and StorageError as `open_adapter`.
     """
     if await topics.describe(topic) is None:
-        if not options.create or context.location:
+        if context.location:
+            raise NotFound(
+                f"provider {context.provider!r}: there is no topic {topic!r} at {options.bootstrap}: check bootstrap; "
+                "if the topic was deleted, its events are gone: create a provider of another name"
+            )
+        if not options.create:
             raise _no_topic(topic, context.queues, options)
         # The brokers do not tell their default of replicas, and the queues need `min.insync.replicas` from the
         # beginning: another process may open them at once. So the ledger is made first, and then the queues like it.
@@ -44,7 +49,7 @@ async def open_topic(
     if topic_id and topic_id != facts.topic_id:
         raise InvalidArgument(
             f"provider {context.provider!r}: the topic {topic!r} was deleted and created again, so its events are "
-            "gone: create another provider, or one with another topic",
+            "gone: create a provider of another name",
             option="options",
         )
     settings = await topics.settings(topic)

@@ -75,11 +75,13 @@ class TopicWatch:
 
     def _difference(self, facts: TopicFacts | None) -> StorageError | None:
         if facts is None:
-            return StorageError(f"the topic {self._topic!r} was deleted: restore it, or create another provider")
+            return StorageError(
+                f"the topic {self._topic!r} was deleted, so its events are gone: create a provider of another name"
+            )
         if facts.topic_id != self._facts.topic_id:
             self._replaced = StorageError(
                 f"the topic {self._topic!r} was deleted and created again (its id was {self._facts.topic_id}, and is "
-                f"{facts.topic_id}): its events are gone; create another provider, or one with another topic"
+                f"{facts.topic_id}): its events are gone; create a provider of another name"
             )
             return self._replaced
         if facts.partitions > self._queues and self._is_shared:

@@ -310,6 +310,20 @@ async def test_missing_topic_is_not_created_unless_it_may_be(address: str) -> No
             pass
 
 
+async def test_topic_of_a_known_provider_that_was_deleted_is_not_to_be_made_again(
+    address: str, foreign: ForeignProgram
+) -> None:
+    """A new topic of this name would be refused, because it has another id."""
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        location = adapter.location
+    await asyncio.to_thread(foreign.delete_topic, topic)
+    with pytest.raises(NotFound, match="create a provider of another name") as refused:
+        async with opened(address, topic, location=location):
+            pass
+    assert "kafka-topics.sh" not in str(refused.value)
+
+
 async def test_age_by_which_kafka_deletes_is_that_of_the_topic(address: str) -> None:
     topic = new_topic()
     async with opened(address, topic, retain_unfinished=False, retain_age_s=60) as adapter:
