@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,9 @@ import msgspec
 from ...streams.errors import InvalidArgument
 from .secrets import ClientValue, SecretPlace, masked
 
+MAX_TOPIC_CHARACTERS = 239
+"""Kafka's limit is 249, and `TOPIC.producers` must be a name, too."""
+_TOPIC = re.compile(rf"[a-zA-Z0-9._-]{{1,{MAX_TOPIC_CHARACTERS}}}")
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -51,12 +55,25 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     linger_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     """How long the client waits for more records before it sends some, in milliseconds."""
 
-    compression: str = "zstd"
-    """Compression of records: zstd, lz4, snappy, gzip or none."""
+    compression: Literal["zstd", "lz4", "snappy", "gzip", "none"] = "zstd"
+    """Compression of records."""
 
     kafka: dict[str, ClientValue] = {}
     """Settings of the client by librdkafka's names, such as `security.protocol`. A secret is a text, or
     `{ file = ... }`, or `{ env = ... }`."""
+
+    def __post_init__(self) -> None:
+        if not self.bootstrap.strip():
+            raise ValueError("bootstrap is empty: write the addresses of some brokers, as host:port,host:port")
+        if self.topic is not None and not _TOPIC.fullmatch(self.topic):
+            raise ValueError(
+                f"topic = {self.topic!r} cannot be the name of a topic: write 1 to {MAX_TOPIC_CHARACTERS} letters of "
+                "ASCII, digits, '.', '_' or '-'"
+            )
+        if self.format == "packed" and self.partitioner != "any":
+            raise ValueError("partitioner is an option of raw topics: set format = 'raw', or leave it out")
+        if self.format == "packed" and self.namespace is not None:
+            raise ValueError("namespace is an option of raw topics: set format = 'raw', or leave it out")
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in self.__struct_fields__} | {"kafka": masked(self.kafka)}

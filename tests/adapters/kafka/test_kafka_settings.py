@@ -1,5 +1,6 @@
 """Settings of the client, and secrets, which appear nowhere."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,40 @@ from headrace.streams.errors import InvalidArgument
 SECRET = "hunter-2"
 
 
-@pytest.mark.parametrize("name", ["acks", "bootstrap.servers", "auto.offset.reset", "enable.auto.commit", "group.id"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acks",
+        "auto.offset.reset",
+        "batch.size",
+        "bootstrap.servers",
+        "enable.auto.commit",
+        "error_cb",
+        "fetch.error.backoff.ms",
+        "group.id",
+        "queued.max.messages.kbytes",
+    ],
+)
 def test_settings_that_belong_to_headrace_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"kafka.{name} is set by headrace"):
         ClientSettings({name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bootstrap": " "}, "bootstrap is empty: write the addresses"),
+        ({"topic": ""}, "topic = '' cannot be the name of a topic"),
+        ({"topic": "bad topic!"}, "topic = 'bad topic!' cannot be the name of a topic"),
+        ({"topic": "x" * 240}, "write 1 to 239 letters"),
+        ({"partitioner": "murmur2"}, "partitioner is an option of raw topics: set format = 'raw'"),
+        ({"namespace": "orders"}, "namespace is an option of raw topics: set format = 'raw'"),
+        ({"compression": "zip"}, 'compression = "zip": expected "gzip", "lz4"'),
+    ],
+)
+def test_options_that_would_be_ignored_or_fail_later_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        read_options("kafka", KafkaOptions, {"bootstrap": "h:1", **options})
 
 
 @pytest.mark.parametrize(
