@@ -36,8 +36,6 @@ _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
 """The bytes of a batch of one event between the prefix and the payload's length: sizes and timestamps, each after its
 tag and length, which are read as one number, and then the payload's tag."""
-_ONE_NOT_RECORDED = struct.Struct("<HIHqHBB")
-"""The same with the trace NOT_RECORDED before the payload's tag."""
 _ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
 _SWAPPED = sys.byteorder == "big"
 
@@ -58,17 +56,11 @@ def write_one(prefix: bytes, payload: bytes, timestamp_us: int, trace: bytes = b
     """Encode a batch of one event without id and headers. Raises InvalidArgument for an invalid timestamp."""
     size = len(payload)
     try:
-        if not trace:
-            columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _PAYLOAD)
-        elif trace == NOT_RECORDED:
-            columns = _ONE_NOT_RECORDED.pack(
-                _ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, 1 << 8 | _TRACE, 0, _PAYLOAD
-            )
-        else:
-            columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _TRACE)
-            columns = b"".join((columns, bytes((len(trace),)), trace, _PAYLOAD_TAG))
+        columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _TRACE if trace else _PAYLOAD)
     except struct.error:
         raise _no_timestamp() from None
+    if trace:
+        return b"".join((prefix, columns, bytes((len(trace),)), trace, _PAYLOAD_TAG, varint(size), payload))
     return b"".join((prefix, columns, varint(size), payload))
 
 
@@ -102,14 +94,6 @@ def read_trace(encoded: bytes, prefix: bytes) -> bytes:
         return message_of(encoded).trace
     at = len(prefix)
     try:
-        size_tag, _, time_tag, _, tag = _ONE_EVENT.unpack_from(encoded, at)
-        if size_tag == _ONE_SIZE and time_tag == _ONE_TIMESTAMP:  # one event: the loop would cost more
-            if tag == _PAYLOAD:
-                return b""
-            at += _ONE_EVENT.size
-            if tag == _TRACE and encoded[at] <= TRACE_BYTES:
-                return encoded[at + 1 : at + 1 + encoded[at]]
-            at -= 1
         while (tag := encoded[at]) != _PAYLOAD:
             length, start = encoded[at + 1], at + 2
             if length > _ONE_BYTE:
@@ -117,7 +101,7 @@ def read_trace(encoded: bytes, prefix: bytes) -> bytes:
             if tag == _TRACE:
                 return encoded[start : start + length]
             at = start + length
-    except (IndexError, struct.error):  # damaged, or too short for a trace
+    except IndexError:  # damaged
         return b""
     return b""
 

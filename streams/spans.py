@@ -36,14 +36,13 @@ from opentelemetry.trace import (
 
 from .events import EventBatch
 from .identity import StreamId
-from .layout import NOT_RECORDED, read_trace
+from .layout import NOT_RECORDED
 
 log = logging.getLogger("headrace.tracing")
 
 MAX_LINKS = 32
 """Most publishers that the span of a pull is linked to."""
 _SYSTEM = "headrace"
-_SAMPLED = int(TraceFlags.SAMPLED)
 
 _VERSION = version("headrace")
 _NOT_RECORDED = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
@@ -75,8 +74,8 @@ class Spans:
     ) -> HandlingSpan | None:
         """Begin a span around the handler of a batch, as a child of the span that published it; without one, as a root,
         if a new trace may begin. Return None if nothing is recorded."""
-        publisher = read_trace(batch.encoded, batch.stream.prefix)
-        if not (publisher[-1] & _SAMPLED if publisher else self._limit.admits(monotonic())):
+        publisher = batch.trace()
+        if not (publisher[-1] & TraceFlags.SAMPLED if publisher else self._limit.admits(monotonic())):
             return None
         operation = "redrive" if redriven else "process"
         attributes = _attributes(operation, provider, batch.stream, batch.count)
@@ -128,8 +127,8 @@ class TraceLimit:
 
     def __init__(self, per_s: float) -> None:
         self._interval_s = 1 / per_s if per_s else inf
-        self._burst_s = max(1.0, self._interval_s) if per_s else 0.0
-        self._used_until = 0.0
+        self._unused_s = max(1.0, self._interval_s) - self._interval_s if per_s else 0.0
+        """How much of the past without traces counts."""
         self._next_s = 0.0 if per_s else inf
         """When the next trace may begin."""
 
@@ -137,8 +136,7 @@ class TraceLimit:
         """Whether a new trace may begin now (`monotonic`). Counts it."""
         if now < self._next_s:
             return False
-        self._used_until = max(self._used_until, now) + self._interval_s
-        self._next_s = self._used_until + self._interval_s - self._burst_s
+        self._next_s = max(self._next_s, now - self._unused_s) + self._interval_s
         return True
 
 
