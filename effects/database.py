@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakSet
 
 from sqlalchemy import Connection, CursorResult, Engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
@@ -83,6 +84,8 @@ class EffectDatabase(ABC):
             if engine.url.database in (None, "", ":memory:"):
                 raise InvalidArgument("effects in SQLite need a file: a database in memory ends with its connection")
             self.transactions = 1
+            if not event.contains(engine, "savepoint", _begin_before_savepoint):
+                event.listen(engine, "savepoint", _begin_before_savepoint)
 
     @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[EffectTransaction]:
@@ -151,7 +154,7 @@ class ConnectionEffectDatabase(EffectDatabase):
 
 @asynccontextmanager
 async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
-    begin_with_savepoints(_plain(connection))
+    _connections_of_effects.add(_plain(connection))
     with outages():
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
@@ -291,7 +294,7 @@ class _ThreadedTransaction(EffectTransaction):
         if self._opened is None:
             with outages():
                 self._opened = self._engine.connect()
-                begin_with_savepoints(self._opened)
+                _connections_of_effects.add(self._opened)
                 self._opened.begin()
             self._observed = ObservedTransaction(
                 self._opened, "session.begin_nested() in a function that tx.run() calls"
@@ -417,15 +420,14 @@ def check_transactions(connection: Connection) -> None:
         raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
 
 
-def begin_with_savepoints(connection: Connection) -> None:
-    """Let a savepoint begin the transaction. The drivers of SQLite begin only with a statement that writes: a savepoint
-    before it would be the transaction, and its end would commit."""
-    if connection.dialect.name == "sqlite" and not event.contains(connection, "savepoint", _begin_before_savepoint):
-        event.listen(connection, "savepoint", _begin_before_savepoint)
+_connections_of_effects = WeakSet[Connection]()
+"""Other connections of the user's engine keep the behaviour of their driver."""
 
 
 def _begin_before_savepoint(connection: Connection, _name: str) -> None:
-    if is_in_transaction(connection) is False:
+    """The drivers of SQLite begin a transaction only with a statement that writes: a savepoint before it would be the
+    transaction, and its end would commit."""
+    if connection in _connections_of_effects and is_in_transaction(connection) is False:
         connection.exec_driver_sql("BEGIN")
 
 
