@@ -10,8 +10,9 @@ import java.util.stream.Stream;
 
 /** Connections to the silos, of which one is used. */
 final class Silos {
-  private static final List<Status.Code> RETRYABLE =
-      List.of(Status.Code.UNAVAILABLE, Status.Code.RESOURCE_EXHAUSTED, Status.Code.DEADLINE_EXCEEDED);
+  /** A connection that is closed while grpc-java writes to it is UNKNOWN. */
+  private static final List<Status.Code> RETRYABLE = List.of(
+      Status.Code.UNAVAILABLE, Status.Code.RESOURCE_EXHAUSTED, Status.Code.DEADLINE_EXCEEDED, Status.Code.UNKNOWN);
 
   private final List<ManagedChannel> channels;
   private int failures;
