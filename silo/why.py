@@ -45,6 +45,8 @@ class StreamQueueFacts:
     agent_reason: str = ""
     damage: str = ""
     """The damaged record at the subscription's position; "" if there is none."""
+    end: int | None = None
+    """The offset after the last batch of the queue."""
     pressure: bool = False
     """Whether the cache is full."""
     holders: Sequence[str] = ()
@@ -57,6 +59,8 @@ class StreamFacts:
 
     last: int | None = None
     """Offset of its last stored batch; None if it is not known, -1 if no batch is stored."""
+    none_from: int | None = None
+    """No batch from this offset on is of the stream; None if it is not known, or if `last` says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +143,38 @@ def explain(facts: WhyFacts) -> list[Cause]:
     """Return the causes that apply, the one that stops most first. Never empty."""
     found = {code: evidence for check in _CHECKS for code, evidence in check(facts)}
     if not found:
-        return [Cause("undetermined", f"all facts about {facts.stream} were checked")]
+        return [Cause("undetermined", f"all facts about {facts.stream} were checked{_how_far(facts)}")]
     return [Cause(code, found[code]) for code in CAUSES if code in found]
+
+
+def merged(found: Sequence[Sequence[Cause]]) -> list[Cause]:
+    """Return the causes of a stream whose events may be in several queues, from the causes in each queue.
+
+    A queue without an event that the subscription needs says nothing, unless no queue has one.
+    """
+    for unneeded in ("no_such_stream", "nothing_pending"):
+        found = [causes for causes in found if all(cause.code != unneeded for cause in causes)] or found
+    evidence: dict[str, list[str]] = {}
+    for cause in (cause for causes in found for cause in causes):
+        texts = evidence.setdefault(cause.code, [])
+        if cause.evidence not in texts:
+            texts.append(cause.evidence)
+    if len(evidence) > 1:
+        evidence.pop("undetermined", None)
+    return [Cause(code, _joined(evidence[code])) for code in CAUSES if code in evidence]
+
+
+def _joined(texts: Sequence[str], most: int = 3) -> str:
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
+
+
+def _how_far(facts: WhyFacts) -> str:
+    """How far the subscription has come in the queue, for people; "" if it is not known."""
+    one, end = facts.subscription, facts.queue.end
+    if one is None or one.next_offset is None or end is None:
+        return ""
+    return f"; it is at offset {one.next_offset} of queue {facts.queue.queue}, which ends at {end}"
 
 
 _Found = Iterator[tuple[str, str]]
@@ -200,12 +234,17 @@ def _stored(facts: WhyFacts) -> _Found:
         return
     if one.gap:
         yield "retained_away", one.gap
-    if stream.last is None or stream.last < 0 or one.position is not None:
+    if stream.last == -1 or one.position is not None:
         return
     if one.dead_letter:
         yield "dead_lettered", one.dead_letter
-    elif one.next_offset is not None and one.next_offset > stream.last:
-        yield "nothing_pending", f"last event at offset {stream.last}, everything below {one.next_offset} is done"
+    elif _has_all(facts):
+        last = (
+            f"no event from offset {stream.none_from} on"
+            if stream.last is None
+            else f"last event at offset {stream.last}"
+        )
+        yield "nothing_pending", f"queue {facts.queue.queue}: {last}, everything below {one.next_offset} is done"
 
 
 def _standing(facts: WhyFacts) -> _Found:
@@ -269,9 +308,13 @@ def _idle(facts: WhyFacts, one: SubscriptionFacts) -> _Found:
 
 def _has_all(facts: WhyFacts) -> bool:
     """Whether the subscription has finished all events of the stream, as far as it is known."""
-    one, last = facts.subscription, facts.stream_facts.last
+    one, stream = facts.subscription, facts.stream_facts
     assert one is not None
-    return one.position is None and None not in (last, one.next_offset) and not _has_more(facts)
+    if one.position is not None or one.next_offset is None:
+        return False
+    if stream.last is not None:
+        return one.next_offset > stream.last
+    return stream.none_from is not None and one.next_offset >= stream.none_from
 
 
 def _has_more(facts: WhyFacts) -> bool:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..adapters import Bounds
+from ..adapters import Bounds, QueueAdapter
 from ..agents import Group, HandlerService, PullingAgent, ServedSubscription
 from ..agents.cursor import CursorState, StreamCursor
 from ..agents.delivery.delivery import Delivery
 from ..agents.delivery.group_delivery import GroupDelivery
 from ..streams.errors import CorruptRecord, HeadraceError
 from ..streams.identity import StreamId
-from ..streams.subscriptions import CONSUMER_SEPARATOR, Checkpoint, Mode, SubscriptionDefinition, is_consumers_position
+from ..streams.subscriptions import (
+    CONSUMER_SEPARATOR,
+    Checkpoint,
+    GapRecord,
+    Mode,
+    SubscriptionDefinition,
+    is_consumers_position,
+)
 from .provider_core import ProviderCore
 from .views import fault_at
 from .why import (
@@ -27,6 +34,7 @@ from .why import (
     SubscriptionFacts,
     WhyFacts,
     explain,
+    merged,
 )
 from .why_causes import Cause
 
@@ -37,8 +45,8 @@ READ_S = 0.3
 SHORT_READ_S = 0.1
 """The same if the control store did not answer: its time is used up, and the queue may be in the same database."""
 PIECE_EVENTS, PIECE_BYTES = 10_000, 1 << 20
-WINDOW = 4096
-"""Offsets that are read together, from the end backwards."""
+FIRST_WINDOW, LARGEST_WINDOW = 1 << 12, 1 << 20
+"""Offsets that are read together, from the end backwards. Each window is four times the one before."""
 
 
 class VisibleSubscriptions(NamedTuple):
@@ -65,29 +73,31 @@ async def explain_stream(
     *,
     is_visible: Callable[[SubscriptionDefinition], bool] = lambda _: True,
     visible: VisibleSubscriptions | None = None,
-    queue: StreamQueueFacts | None = None,
+    queues: Sequence[StreamQueueFacts] = (),
     is_asked: bool = True,
 ) -> list[StreamExplanation]:
     """Explain a stream for the subscription `name`, or for each that matches it.
 
-    Only subscriptions that are visible are named; a caller that has looked them up gives them as `visible`. `queue` has
-    the facts about an owner in another process; None: this process has the queue. `is_asked`: this process is the one
-    that may serve the subscriptions.
+    Only subscriptions that are visible are named; a caller that has looked them up gives them as `visible`. `queues`
+    has the facts about the queues to look into; empty: all that may have events of the stream, and this process has
+    them. `is_asked`: this process is the one that may serve the subscriptions.
     """
-    index = provider.queues_with(stream)[0]
     definitions, error = visible or await visible_subscriptions(provider, is_visible)
     chosen = chosen_of(definitions, stream, name)
-    facts = WhyFacts(
-        stream=str(stream),
-        stream_facts=StreamFacts(),
-        queue=queue or _queue(provider, index),
-        asked_for=name,
-        patterns=[one.selector.pattern for one in definitions],
-        store_error=error,
-        is_asked=is_asked,
-    )
+    facts = [
+        WhyFacts(
+            stream=str(stream),
+            stream_facts=StreamFacts(),
+            queue=queue,
+            asked_for=name,
+            patterns=[one.selector.pattern for one in definitions],
+            store_error=error,
+            is_asked=is_asked,
+        )
+        for queue in queues or [queue_facts(provider, index) for index in provider.queues_with(stream)]
+    ]
     if not chosen:
-        return [StreamExplanation("", explain(facts))]
+        return [StreamExplanation("", merged([explain(one) for one in facts]))]
     found = [_Gathering(provider, stream, one, facts).explained() for one in chosen]
     return list(await asyncio.gather(*found))
 
@@ -116,8 +126,8 @@ async def visible_subscriptions(
     return VisibleSubscriptions([one for one in served if is_visible(one)], error)
 
 
-def _queue(provider: ProviderCore, index: int) -> StreamQueueFacts:
-    """The facts about a queue of this process."""
+def queue_facts(provider: ProviderCore, index: int) -> StreamQueueFacts:
+    """Return the facts about a queue of this process."""
     leases = provider.manager.leases
     if leases is not None and index not in leases:
         return StreamQueueFacts(queue=index)
@@ -149,44 +159,61 @@ class _Gathering:
     """Gathers the facts about one subscription in one stream."""
 
     def __init__(
-        self, provider: ProviderCore, stream: StreamId, definition: SubscriptionDefinition, facts: WhyFacts
+        self, provider: ProviderCore, stream: StreamId, definition: SubscriptionDefinition, facts: Sequence[WhyFacts]
     ) -> None:
+        """`facts`: those that are known, one for each queue."""
         self._provider = provider
         self._stream = stream
         self._definition = definition
         self._facts = facts
-        self._index = facts.queue.queue
+        self._store_answers = not any(one.store_error for one in facts)
 
     async def explained(self) -> StreamExplanation:
-        one = self._served()
-        delivery = None if one is None else one.deliveries.get(self._index)
+        one, matches = self._served(), self._definition.selector.matcher()(self._stream)
+        saved: Mapping[int, Checkpoint] = {}
+        gaps: Sequence[GapRecord] = ()
+        if matches and self._store_answers:
+            is_here = one is not None and all(facts.queue.queue in one.deliveries for facts in self._facts)
+            saved, gaps = await asyncio.gather(self._saved(is_needed=not is_here), self._gaps())
         found = SubscriptionFacts(
             name=self._definition.name,
             pattern=self._definition.selector.pattern,
-            matches=self._definition.selector.matcher()(self._stream),
+            matches=matches,
             max_attempts=self._definition.retry.max_attempts,
         )
-        facts = self._facts
+        causes = [self._explained_in(facts, found, one, saved, gaps) for facts in self._facts]
+        return StreamExplanation(found.name, merged(await asyncio.gather(*causes)))
+
+    async def _explained_in(
+        self,
+        facts: WhyFacts,
+        found: SubscriptionFacts,
+        one: ServedSubscription | None,
+        saved: Mapping[int, Checkpoint],
+        gaps: Sequence[GapRecord],
+    ) -> list[Cause]:
+        """The causes in one queue."""
+        index = facts.queue.queue
+        delivery = None if one is None else one.deliveries.get(index)
         if facts.queue.agent is AgentState.RUNNING:
-            agent = self._provider.manager.agents[self._index]
+            agent = self._provider.manager.agents[index]
             name = self._definition.name if delivery is None else delivery.name
             if fault := agent.fault_of(name):
                 facts = replace(facts, queue=replace(facts.queue, agent=AgentState.FAULTED, agent_reason=fault))
             found = replace(found, catch_up=agent.is_catching_up(name))
         if one is not None:
-            found = _with_consumers(found, one, self._index)
+            found = _with_consumers(found, one, index)
         elif facts.queue.has_lease and facts.queue.agent is not None:
             waiting = self._provider.standby.waiting.get(self._definition.name)
             found = replace(found, served=False, standby="" if waiting is None else waiting.reason)
         if found.matches:
-            saved = None if delivery is not None or facts.store_error else await self._saved()
             if delivery is not None:
                 found = _with_cursor(found, delivery, delivery.progress.cursors.get(self._stream))
-            elif saved is not None:
-                found = _with_saved(found, saved, self._stream)
+            elif index in saved:
+                found = _with_saved(found, saved[index], self._stream)
             facts = await self._with_events(facts, found)
-            found = await self._with_left_behind(found, facts.stream_facts.last)
-        return StreamExplanation(found.name, explain(replace(facts, subscription=found)))
+            found = await self._with_left_behind(found, facts, gaps)
+        return explain(replace(facts, subscription=found))
 
     def _served(self) -> ServedSubscription | None:
         served = self._provider.manager.served
@@ -195,61 +222,110 @@ class _Gathering:
             (one for name, one in served.items() if name.startswith(prefix)), None
         )
 
-    async def _saved(self) -> Checkpoint | None:
+    async def _saved(self, *, is_needed: bool) -> Mapping[int, Checkpoint]:
+        if not is_needed:
+            return {}
         try:
             async with asyncio.timeout(STORE_S):
-                found = await self._provider.store.checkpoints(self._provider.name, self._definition.name)
+                return await self._provider.store.checkpoints(self._provider.name, self._definition.name)
         except (TimeoutError, HeadraceError):
-            return None
-        return found.get(self._index)
+            return {}
+
+    async def _gaps(self) -> Sequence[GapRecord]:
+        try:
+            async with asyncio.timeout(STORE_S):
+                return await self._provider.store.gaps(self._provider.name, self._definition.name)
+        except (TimeoutError, HeadraceError):
+            return ()
 
     async def _with_events(self, facts: WhyFacts, one: SubscriptionFacts) -> WhyFacts:
         """Add the stored events, and damage at the position of the subscription."""
-        adapter = self._provider.adapter
+        adapter, index = self._provider.adapter, facts.queue.queue
         if one.position is not None or not adapter.capabilities.rewindable:
             return facts
         bounds, damage = None, ""
+        search = _LastEvent(adapter, index, self._stream)
         limit_s = SHORT_READ_S if facts.store_error else READ_S
         try:
             async with asyncio.timeout(limit_s):
-                bounds = await adapter.bounds(self._index)
-                last = await self._last(bounds, one.next_offset)
+                bounds = await adapter.bounds(index)
+                facts = replace(facts, queue=replace(facts.queue, end=bounds[1]))
+                await search.run(bounds, one.next_offset)
                 if facts.queue.agent is AgentState.FAULTED and one.next_offset is not None:
-                    damage = await fault_at(adapter, self._index, [Checkpoint(one.next_offset)])
+                    damage = await fault_at(adapter, index, [Checkpoint(one.next_offset)])
         except CorruptRecord as found:
             return replace(facts, queue=replace(facts.queue, damage=str(found)))
-        except TimeoutError:
-            return facts if bounds is not None else _without_answer(facts, f"it does not answer within {limit_s:g} s")
-        except HeadraceError as error:
-            return facts if bounds is not None else _without_answer(facts, str(error))
-        stream_facts, queue = replace(facts.stream_facts, last=last), replace(facts.queue, damage=damage)
-        return replace(facts, stream_facts=stream_facts, queue=queue)
+        except (TimeoutError, HeadraceError) as error:
+            if bounds is None:
+                late = isinstance(error, TimeoutError)
+                return _without_answer(facts, f"it does not answer within {limit_s:g} s" if late else str(error))
+        return replace(facts, stream_facts=search.found, queue=replace(facts.queue, damage=damage))
 
-    async def _last(self, bounds: Bounds, position: int | None) -> int | None:
-        """Offset of a batch of the stream from `position` on, else of its last one, else -1. None: it may be in a
-        damaged record below the position."""
+    async def _with_left_behind(
+        self, one: SubscriptionFacts, facts: WhyFacts, gaps: Sequence[GapRecord]
+    ) -> SubscriptionFacts:
+        """Add the dead letter of the stream's last event, and a gap record from the subscription's position on."""
+        store, provider = self._provider.store, self._provider.name
+        index, last = facts.queue.queue, facts.stream_facts.last
+        if one.position is not None or last is None or not self._store_answers:
+            return one
+        try:
+            async with asyncio.timeout(STORE_S):
+                letters = await store.dead_letters_at(provider, one.name, index, last) if last >= 0 else []
+        except (TimeoutError, HeadraceError):
+            return one
+        letter = next((each for each in letters if each.stream == self._stream), None)
+        gap = next((each for each in gaps if each.queue == index and each.stream in (None, self._stream)), None)
+        if letter is not None:
+            redrive = ", a redrive is requested" if letter.redrive else ""
+            text = f"dead letter {letter.id}, {letter.attempts} attempts: {letter.reason}{redrive}"
+            one = replace(one, dead_letter=text)
+        if gap is not None and last < 0:
+            one = replace(one, gap=f"queue {index}: offsets {gap.low} to {gap.high}: {gap.reason}")
+        return one
+
+
+class _LastEvent:
+    """Looks for the last batch of a stream in a queue, from the end backwards."""
+
+    def __init__(self, adapter: QueueAdapter, queue: int, stream: StreamId) -> None:
+        self._adapter = adapter
+        self._queue = queue
+        self._stream = stream
+        self.found = StreamFacts()
+        """What is known; it grows while `run` runs."""
+
+    async def run(self, bounds: Bounds, position: int | None) -> None:
+        """Search until the stream's last batch is found. Raises CorruptRecord at damage from the position on."""
         first, end = bounds
-        start = first if position is None else max(first, position)
-        found, damage = await self._search(start, end)
-        if damage is not None:
-            raise damage
-        is_whole = True
-        while found < 0 and start > first:
-            start, stop = max(first, start - WINDOW), start
-            found, damage = await self._search(start, stop)
+        needed = first if position is None else max(first, position)
+        stop, window, is_whole = end, FIRST_WINDOW, True
+        while stop > first:
+            lowest = needed if stop > needed else first
+            start = max(lowest, stop - window)
+            last, damage = await self._search(start, stop)
+            if damage is not None and stop > needed:
+                raise damage
             while damage is not None and damage.next_offset is not None and damage.next_offset < stop:
                 is_whole = False
                 later, damage = await self._search(damage.next_offset, stop)
-                found = max(found, later)
+                last = max(last, later)
             is_whole = is_whole and damage is None
-        return found if found >= 0 or is_whole else None
+            if last >= 0:
+                self.found = StreamFacts(last=last)
+                return
+            if is_whole:
+                self.found = StreamFacts(none_from=start)
+            stop, window = start, min(4 * window, LARGEST_WINDOW)
+        if is_whole:
+            self.found = StreamFacts(last=-1)
 
     async def _search(self, start: int, end: int) -> tuple[int, CorruptRecord | None]:
         """Offset of the last batch of the stream in a range, -1 without one; and the damage that ended the search."""
         found = -1
         if start >= end:
             return found, None
-        receiver = await self._provider.adapter.open_receiver(self._index, start)
+        receiver = await self._adapter.open_receiver(self._queue, start)
         try:
             while start < end:
                 received = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
@@ -264,27 +340,6 @@ class _Gathering:
         finally:
             await receiver.aclose()
         return found, None
-
-    async def _with_left_behind(self, one: SubscriptionFacts, last: int | None) -> SubscriptionFacts:
-        """Add the dead letter of the stream's last event, and a gap record from the subscription's position on."""
-        store, provider = self._provider.store, self._provider.name
-        if one.position is not None or last is None or self._facts.store_error:
-            return one
-        try:
-            async with asyncio.timeout(STORE_S):
-                letters = await store.dead_letters_at(provider, one.name, self._index, last) if last >= 0 else []
-                gaps = await store.gaps(provider, one.name)
-        except (TimeoutError, HeadraceError):
-            return one
-        letter = next((each for each in letters if each.stream == self._stream), None)
-        gap = next((each for each in gaps if each.queue == self._index and each.stream in (None, self._stream)), None)
-        if letter is not None:
-            redrive = ", a redrive is requested" if letter.redrive else ""
-            text = f"dead letter {letter.id}, {letter.attempts} attempts: {letter.reason}{redrive}"
-            one = replace(one, dead_letter=text)
-        if gap is not None and last < 0:
-            one = replace(one, gap=f"offsets {gap.low} to {gap.high}: {gap.reason}")
-        return one
 
 
 def _without_answer(facts: WhyFacts, reason: str) -> WhyFacts:

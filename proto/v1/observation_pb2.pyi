@@ -599,6 +599,7 @@ class ExplainStreamRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -607,16 +608,21 @@ class ExplainStreamRequest(_message.Message):
     def stream(self) -> _subscriptions_pb2.StreamName:
         """The stream."""
 
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The queues to look into; empty for all that may have events of the stream."""
+
     def __init__(
         self,
         *,
         provider: _builtins.str = ...,
         stream: _subscriptions_pb2.StreamName | None = ...,
         subscription: _builtins.str = ...,
+        queues: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "stream", b"stream", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "queues", b"queues", "stream", b"stream", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

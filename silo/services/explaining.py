@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
 from ...proto.v1 import observation_pb2 as pb
@@ -19,9 +20,9 @@ from ...streams.identity import StreamId
 from ...streams.subscriptions import SubscriptionDefinition
 from ..clustered_silo import ClusteredSilo
 from ..provider_core import ProviderCore
-from ..why import OwnerState, StreamQueueFacts
+from ..why import OwnerState, StreamQueueFacts, merged
 from ..why_causes import Cause
-from ..why_gathering import StreamExplanation, chosen_of, explain_stream, visible_subscriptions
+from ..why_gathering import StreamExplanation, chosen_of, explain_stream, queue_facts, visible_subscriptions
 from .agent_changes import RunningSilo
 from .lookup import TO_KNOW, provider_of
 from .subscriptions import is_listed
@@ -36,6 +37,7 @@ MOST = 100
 SHARED_EVIDENCE = frozenset(
     {
         "corrupt_record", "dead_lettered", "nothing_pending", "retained_away", "throttled",
+        "undetermined",
     }
 )  # fmt: skip
 """Causes whose evidence describes events of other clients in the same queue: offsets, subscriptions and streams."""
@@ -54,7 +56,10 @@ async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStr
         found = [StreamExplanation("", [Cause("no_silo_for_provider", f"0 living silos serve provider {name!r}")])]
         return pb.ExplainStreamResponse(explanations=[_message(one, everything=True) for one in found])
     provider = provider_of(call, silo.providers, request.provider, TO_KNOW)
-    found = await _explanations(silo, call, provider, stream, request.subscription)
+    queues = request.queues or provider.queues_with(stream)
+    if max(queues) >= provider.queues:
+        raise InvalidArgument(f"queues: provider {provider.name!r} has the queues 0 to {provider.queues - 1}")
+    found = await _explanations(silo, call, provider, stream, name=request.subscription, queues=queues)
     everything = sees_everything(call.principal)
     return pb.ExplainStreamResponse(explanations=[_message(one, everything=everything) for one in found])
 
@@ -80,41 +85,63 @@ def _message(explanation: StreamExplanation, *, everything: bool) -> pb.StreamEx
 
 
 async def _explanations(
-    silo: RunningSilo, call: ServiceCall, provider: ProviderCore, stream: StreamId, name: str
+    silo: RunningSilo, call: ServiceCall, provider: ProviderCore, stream: StreamId, *, name: str, queues: Sequence[int]
 ) -> list[StreamExplanation]:
     def is_visible(definition: SubscriptionDefinition) -> bool:
         return is_listed(call, definition)
 
     clustered_silo = None if call.principal is PEER else silo.clustered_silo
     if clustered_silo is None:
-        return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
-    index = provider.queues_with(stream)[0]
-    queue, owner = _owner(clustered_silo, provider.name, index)
-    is_here = index in (provider.manager.leases or ())  # the view is older than a lease that has just begun
-    if is_here or owner == clustered_silo.name:
-        return (await explain_stream(provider, stream, name, is_visible=is_visible))[:MOST]
+        here = [queue_facts(provider, index) for index in queues]
+        return (await explain_stream(provider, stream, name, is_visible=is_visible, queues=here))[:MOST]
     visible = await visible_subscriptions(provider, is_visible)
     chosen = chosen_of(visible.definitions, stream, name)[:MOST]
-    if chosen and owner and queue.owner_state is OwnerState.LIVING:
-        try:
-            async with asyncio.timeout(OWNER_S):
-                asked = [_ask(clustered_silo, owner, provider.name, stream, one.name) for one in chosen]
-                return list(await asyncio.gather(*asked))
-        except (TimeoutError, HeadraceError) as error:
-            log.info("silo %r did not explain stream %s: %s", owner, stream, error)
-            queue = replace(queue, owner_state=OwnerState.UNREACHABLE)
-    return (await explain_stream(provider, stream, name, visible=visible, queue=queue))[:MOST]
+    known: list[StreamQueueFacts] = []
+    elsewhere: dict[str, list[StreamQueueFacts]] = {}
+    for index in queues:
+        queue, owner = _owner(clustered_silo, provider.name, index)
+        is_here = index in (provider.manager.leases or ())  # the view is older than a lease that has just begun
+        if is_here or owner == clustered_silo.name:
+            known.append(queue_facts(provider, index))
+        elif chosen and owner and queue.owner_state is OwnerState.LIVING:
+            elsewhere.setdefault(owner, []).append(queue)
+        else:
+            known.append(queue)
+    asked: list[Awaitable[list[StreamExplanation] | None]] = []
+    for owner, of in elsewhere.items():
+        request = pb.ExplainStreamRequest(provider=provider.name, queues=[queue.queue for queue in of])
+        request.stream.namespace, request.stream.key = stream.namespace, stream.key
+        asked.append(_ask(clustered_silo, owner, request, [one.name for one in chosen]))
+    answers: list[list[StreamExplanation]] = []
+    for of, answer in zip(elsewhere.values(), await asyncio.gather(*asked), strict=True):
+        if answer is None:
+            known += [replace(queue, owner_state=OwnerState.UNREACHABLE) for queue in of]
+        else:
+            answers.append(answer)
+    if known:
+        answers.append((await explain_stream(provider, stream, name, visible=visible, queues=known))[:MOST])
+    together = zip(*answers, strict=True)
+    return [StreamExplanation(each[0].subscription, merged([one.causes for one in each])) for each in together]
 
 
 async def _ask(
-    clustered_silo: ClusteredSilo, owner: str, provider: str, stream: StreamId, name: str
-) -> StreamExplanation:
-    request = pb.ExplainStreamRequest(provider=provider, subscription=name)
-    request.stream.namespace, request.stream.key = stream.namespace, stream.key
-    method = "ObservationService/ExplainStream"
-    answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
-    one = pb.ExplainStreamResponse.FromString(answer).explanations[0]
-    return StreamExplanation(name, [Cause(cause.code, cause.evidence) for cause in one.causes])
+    clustered_silo: ClusteredSilo, owner: str, request: pb.ExplainStreamRequest, names: Sequence[str]
+) -> list[StreamExplanation] | None:
+    """Ask the owner of queues for each subscription. None: it does not answer."""
+
+    async def ask(name: str) -> StreamExplanation:
+        request.subscription = name
+        method = "ObservationService/ExplainStream"
+        answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
+        one = pb.ExplainStreamResponse.FromString(answer).explanations[0]
+        return StreamExplanation(name, [Cause(cause.code, cause.evidence) for cause in one.causes])
+
+    try:
+        async with asyncio.timeout(OWNER_S):
+            return list(await asyncio.gather(*map(ask, names)))
+    except (TimeoutError, HeadraceError) as error:
+        log.info("silo %r did not explain a stream of provider %r: %s", owner, request.provider, error)
+        return None
 
 
 def _owner(clustered_silo: ClusteredSilo, provider: str, index: int) -> tuple[StreamQueueFacts, str]:

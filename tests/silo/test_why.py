@@ -18,8 +18,9 @@ from headrace.silo.why import (
     SubscriptionFacts,
     WhyFacts,
     explain,
+    merged,
 )
-from headrace.silo.why_causes import CAUSES
+from headrace.silo.why_causes import CAUSES, Cause
 
 CONSUMER = ConsumerFacts(id="one", connected=True, has_credit=True)
 SUBSCRIPTION = SubscriptionFacts(
@@ -119,6 +120,45 @@ def test_causes_that_stop_more_come_first() -> None:
 def test_a_subscription_that_has_finished_everything_needs_nobody(asked: bool) -> None:
     assert codes(facts(of={"served": False, "next_offset": 8}, is_asked=asked)) == ["nothing_pending"]
     assert codes(facts(of={"served": False, "next_offset": 7}, is_asked=asked)) != ["nothing_pending"]
+
+
+@pytest.mark.parametrize(("none_from", "code"), [(5, "nothing_pending"), (6, "undetermined")])
+def test_nothing_is_pending_if_the_search_came_to_the_position_without_an_event(none_from: int, code: str) -> None:
+    (cause,) = explain(facts(stream={"last": None, "none_from": none_from}, queue={"end": 9}))
+    assert cause.code == code
+    shown = (
+        "no event from offset 5 on, everything below 5 is done" if none_from == 5 else "at offset 5 of queue 3, which"
+    )
+    assert shown in cause.evidence
+
+
+RETRYING = Cause("stream_retrying", "attempt 3 failed")
+DONE, EMPTY = Cause("nothing_pending", "queue 1: done"), Cause("no_such_stream", "queue 0 has none")
+STOPPED, OTHER = Cause("agent_stopped", "queue 4: stopped"), Cause("agent_stopped", "queue 5: stopped")
+UNKNOWN = Cause("undetermined", "all facts were checked")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([[EMPTY]], [EMPTY]),
+        ([[EMPTY], [EMPTY]], [EMPTY]),
+        ([[EMPTY], [DONE], [EMPTY]], [DONE]),
+        ([[STOPPED, EMPTY], [DONE], [RETRYING]], [RETRYING]),
+        ([[RETRYING], [STOPPED, DONE]], [RETRYING]),
+        ([[RETRYING], [STOPPED]], [STOPPED, RETRYING]),
+        ([[STOPPED], [OTHER]], [Cause("agent_stopped", "queue 4: stopped; queue 5: stopped")]),
+        ([[UNKNOWN], [RETRYING]], [RETRYING]),
+        ([[UNKNOWN], [EMPTY]], [UNKNOWN]),
+    ],
+)
+def test_queues_without_a_needed_event_do_not_count(found: list[list[Cause]], expected: list[Cause]) -> None:
+    assert merged(found) == expected
+
+
+def test_evidence_of_many_queues_is_shortened() -> None:
+    (cause,) = merged([[Cause("no_lease", f"queue {queue}")] for queue in range(9)])
+    assert cause.evidence == "queue 0; queue 1; queue 2; and 6 more"
 
 
 def test_unknown_facts_show_no_cause() -> None:

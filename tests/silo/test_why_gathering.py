@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace import Event, OnFailure, Provider, RetryPolicy, StreamId
+from headrace.adapters import QueueReceiver
 from headrace.proto.v1 import observation_pb2 as pb
 from headrace.server.config import GrpcConfig
+from headrace.silo import why_gathering
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.why_gathering import explain_stream
 from headrace.streams.identity import SequenceToken
@@ -105,6 +107,31 @@ async def test_finished_events_are_not_pending(tmp_path: Path) -> None:
         await evidence(provider, "no_such_stream", StreamId("shop", "2"))
 
 
+async def test_a_stream_is_looked_for_from_the_end_of_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(why_gathering, "FIRST_WINDOW", 2)
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("s", "shop/*", take)
+        await provider.publish(STREAM, b"x")
+        for number in range(30):
+            await provider.publish(StreamId("shop", "other"), b"%d" % number)
+        assert await evidence(provider, "nothing_pending") == (
+            "queue 0: last event at offset 0, everything below 31 is done"
+        )
+        opened, late = provider.adapter.open_receiver, asyncio.Event()
+
+        async def slow_below_10(queue: int, offset: int) -> QueueReceiver:
+            if offset < 10:
+                await late.wait()
+            return await opened(queue, offset)
+
+        monkeypatch.setattr(provider.adapter, "open_receiver", slow_below_10)
+        assert await evidence(provider, "nothing_pending") == (
+            "queue 0: no event from offset 21 on, everything below 31 is done"
+        )
+
+
 async def test_a_subscription_without_handler_and_consumer_is_not_served(tmp_path: Path) -> None:
     async with Provider.open(tmp_path, queues=1) as provider:
         await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("shop/*")))
@@ -137,8 +164,10 @@ async def test_a_stopped_agent_is_named(tmp_path: Path) -> None:
         await evidence(provider, "agent_stopped")
 
 
-async def ask(caller: Caller, name: str = "", stream: StreamId = STREAM) -> dict[str, list[tuple[str, str]]]:
-    request = pb.ExplainStreamRequest(subscription=name)
+async def ask(
+    caller: Caller, name: str = "", stream: StreamId = STREAM, queues: Sequence[int] = ()
+) -> dict[str, list[tuple[str, str]]]:
+    request = pb.ExplainStreamRequest(subscription=name, queues=queues)
     request.stream.namespace, request.stream.key = stream.namespace, stream.key
     answer = await caller.ask("headrace.v1.ObservationService/ExplainStream", request, pb.ExplainStreamResponse)
     return {one.subscription: [(each.code, each.evidence) for each in one.causes] for one in answer.explanations}
@@ -152,6 +181,8 @@ async def test_a_silo_explains_a_stream(tmp_path: Path) -> None:
         found = await ask(caller)
         assert [code for code, _ in found["bills"]] == ["stream_retrying"]
         assert [code for code, _ in (await ask(caller, "none"))[""]] == ["subscription_missing"]
+        with pytest.raises(Refused, match=r"provider 'default' has the queues 0 to \d"):
+            await ask(caller, queues=[silo.providers["default"].queues])
 
 
 async def test_a_tenant_learns_only_of_its_own_streams_and_subscriptions(tmp_path: Path) -> None:
@@ -179,7 +210,11 @@ async def test_a_tenant_learns_only_of_its_own_streams_and_subscriptions(tmp_pat
                 await ask(caller)
 
 
-async def test_any_silo_of_a_cluster_asks_the_owner_of_the_queue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+async def test_any_silo_of_a_cluster_asks_the_owner_of_each_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """`several`: each queue may have events of each stream."""
     config = SiloConfig(
         data=str(tmp_path), drain_s=1, grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=4)}
     )
@@ -189,6 +224,8 @@ async def test_any_silo_of_a_cluster_asks_the_owner_of_the_queue(tmp_path: Path)
         keys = {silos[0].providers["default"].queues_with(StreamId("shop", str(key)))[0]: str(key) for key in range(50)}
         for queue in range(4):
             await caller.publish(batch(f"shop/{keys[queue]}", b"a"))
+        if several:
+            monkeypatch.setattr(silos[0].providers["default"], "queues_with", lambda _: range(4))
         found: dict[str, list[tuple[str, str]]] = {}
         for queue in queues(silos[1]):
             for _ in range(TRIES):

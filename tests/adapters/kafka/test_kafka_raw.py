@@ -20,6 +20,7 @@ from headrace.adapters import Bounds, Gap, ProducerSequence
 from headrace.adapters.kafka.ledger import CALL, CallPart, partition_tag
 from headrace.adapters.kafka.partitioners import murmur2_partition
 from headrace.effects.schema import migrate
+from headrace.silo.why_gathering import explain_stream
 from headrace.streams.errors import InvalidArgument, NotSupported, PayloadTooLarge
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
@@ -227,6 +228,20 @@ async def test_consumers_over_the_network_read_a_raw_topic(address: str, topic: 
                 if len(found) == 21:
                     break
         assert sorted(map(int, found)) == list(range(21))
+
+
+async def test_why_looks_into_each_partition_that_may_have_the_key(address: str, topic: str, tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, **raw(address, topic)) as provider:
+        await provider.subscribe("s", f"{topic}/*", EventCollector(b"poison"), retry=RetryPolicy(max_attempts=1))
+        stream = StreamId(topic, "k")
+        other = next(queue for queue in range(QUEUES) if queue != provider.queue_of(stream))
+        await provider.publish(stream, b"x")
+        await asyncio.to_thread(produced, address, topic, [{"key": b"k", "value": b"poison", "partition": other}])
+        while not await provider.dead_letters("s"):  # noqa: ASYNC110 (real time, in another process)
+            await asyncio.sleep(0.05)
+        (found,) = await explain_stream(provider, stream)
+        assert [cause.code for cause in found.causes] == ["dead_lettered"]
+        assert "poison" in found.causes[0].evidence
 
 
 # ---- partitions of keys ----------------------------------------------------------------------------------------------
