@@ -70,6 +70,7 @@ PATCHING = {
     "tests/silo/test_consumer_groups.py": "a group and a provider that fail once",
     "tests/silo/test_gateway.py": "clients in the silo's process that call it as remote ones do",
     "tests/silo/test_metrics.py": "a bug of an adapter",
+    "tests/silo/test_why_gathering.py": "a slow queue, and streams in several queues",
     "tests/simulation/clocks.py": "clocks of the machine",
     "tests/spark/conftest.py": "PySpark starts its JVM by a fork",
     "tests/spark/test_replay.py": "progress is noted after each chunk",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import accumulate
@@ -31,8 +30,8 @@ from .options import KafkaOptions, with_location
 from .partitioners import PartitionMapper
 from .publisher import OutgoingRecord, RecordPublisher
 from .raw import RawFormat
-from .reading import read_range
 from .receiver import KafkaReceiver, ReceiverQueue
+from .record_times import RecordTimes
 from .secrets import ClientSettings
 from .topic_setup import open_topic
 from .topics import KafkaTopics, TopicFacts
@@ -43,7 +42,6 @@ RECORD_OVERHEAD_BYTES = 4096
 ATTRIBUTES_BYTES = 512
 """Bytes of a record apart from its key, value, and headers of the event: those of Kafka, also for the group that it is
 stored in, and those of the header of an idempotent call. At most about 300."""
-_KNOWN_TIMES = 1000
 
 
 async def open_adapter(
@@ -119,8 +117,7 @@ class KafkaAdapter(QueueAdapter):
         """Idempotent calls that have begun."""
         self._close_task = BackgroundTasks()
         self._receivers: set[KafkaReceiver] = set()
-        self._times: OrderedDict[tuple[int, int], tuple[int, int | None]] = OrderedDict()
-        """By queue and offset: the offset up to which a record was searched for, and the time of the first one."""
+        self._times = RecordTimes(topic, clients, limits.request_s)
         self._events_read = self._batches_read = 0
         self._closing: asyncio.Task[None] | None = None
 
@@ -271,33 +268,11 @@ class KafkaAdapter(QueueAdapter):
         batches = max(end - start, 0)
         if not batches:
             return Backlog(0, 0)
-        since_us = await self._stored_us(queue, start, end)
+        since_us = await self._times.stored_us(queue, start, end)
         if since_us is None:
             return Backlog(0, 0)  # only transaction markers are left
         events = round(batches * self._events_read / self._batches_read) if self._batches_read else None
         return Backlog(batches, events, estimated=events is not None, since_us=since_us)
-
-    async def _stored_us(self, queue: int, start: int, end: int) -> int | None:
-        """Return the time at which the first record from `start` on was stored, None if there is none."""
-        searched, found = self._times.get((queue, start), (start, None))
-        if found is not None or searched >= end:
-            self._times.move_to_end((queue, start))
-            return found
-        timeout_s = self._limits.request_s
-        groups = read_range(self._clients, self._topic, queue, searched, end, timeout_s=timeout_s, max_records=1)
-
-        def read() -> int | None:
-            try:
-                group = next(groups, None)
-                return None if group is None else group[0].timestamp()[1] * 1000
-            finally:
-                groups.close()
-
-        found = await self._ledgers.run(read)
-        self._times[queue, start] = end, found
-        if len(self._times) > _KNOWN_TIMES:
-            self._times.popitem(last=False)
-        return found
 
     async def show_progress(self, positions: Mapping[str, Mapping[int, int]]) -> None:
         self._check_open()
@@ -333,6 +308,7 @@ class KafkaAdapter(QueueAdapter):
     async def _close(self) -> None:
         async with AsyncExitStack() as steps:  # the last one first; an error of one keeps none from running
             steps.push_async_callback(self._ledgers.aclose)
+            steps.push_async_callback(self._times.aclose)
             steps.push_async_callback(self._acknowledgements.aclose)
             if self._publisher is not None:
                 steps.push_async_callback(self._publisher.aclose)
