@@ -77,6 +77,8 @@ class ClusteredSilo:
         self._silos: Mapping[str, SiloRecord] = {}
         self._warned: set[tuple[str, int]] = set()
         """Runs of silos whose different settings are in the log already."""
+        self._forgotten: set[tuple[str, int]] = set()
+        """Runs of silos that `forget` has deleted. A view that is being read may still have them."""
 
     @classmethod
     @asynccontextmanager
@@ -179,6 +181,9 @@ class ClusteredSilo:
                 f"silo {name!r} is a member of the cluster: stop it, or wait until the others have declared it dead"
             )
         await self._store.remove(known[name])
+        self._forgotten.add((name, known[name].incarnation))
+        if self.view is not None:
+            self.view = self._without_forgotten(self.view)
 
     def _warn_of_settings(self, silos: Iterable[SiloRecord]) -> None:
         """Warn once of each run of a silo with other settings than this silo."""
@@ -195,6 +200,7 @@ class ClusteredSilo:
                 )  # fmt: skip
 
     def _take_view(self, view: ClusterView) -> None:
+        view = self._without_forgotten(view)
         self._secrets.take(view)
         self.view = view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
@@ -205,6 +211,10 @@ class ClusteredSilo:
         self.moves.update(view, time.time_ns() // 1000)
         self.viewed_at = asyncio.get_running_loop().time()
         self.unserved.update(view, self.viewed_at)
+
+    def _without_forgotten(self, view: ClusterView) -> ClusterView:
+        left = [silo for silo in view.silos if (silo.name, silo.incarnation) not in self._forgotten]
+        return view._replace(silos=left)
 
     def snapshot(self) -> ClusterSnapshot:
         """The cluster as this silo sees it now."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..adapters import Bounds, QueueAdapter
 from ..agents import Group, HandlerService, PullingAgent, ServedSubscription
 from ..agents.cursor import CursorState, StreamCursor
 from ..agents.delivery.delivery import Delivery
@@ -23,7 +22,9 @@ from ..streams.subscriptions import (
     SubscriptionDefinition,
     is_consumers_position,
 )
+from .last_event import LastEvent
 from .provider_core import ProviderCore
+from .time_limit import time_limit
 from .views import fault_at
 from .why import (
     AgentState,
@@ -44,9 +45,6 @@ READ_S = 0.3
 """Time to look for events of the stream in its queue, in seconds."""
 SHORT_READ_S = 0.1
 """The same if the control store did not answer: its time is used up, and the queue may be in the same database."""
-PIECE_EVENTS, PIECE_BYTES = 10_000, 1 << 20
-FIRST_WINDOW, LARGEST_WINDOW = 1 << 12, 1 << 20
-"""Offsets that are read together, from the end backwards. Each window is four times the one before."""
 
 
 class VisibleSubscriptions(NamedTuple):
@@ -114,7 +112,7 @@ async def visible_subscriptions(
 ) -> VisibleSubscriptions:
     """Look up the subscriptions for which `is_visible` is true."""
     try:
-        async with asyncio.timeout(STORE_S):
+        async with time_limit(STORE_S):
             stored = await provider.store.subscriptions(provider.name)
             chosen = [one for one in stored if is_visible(one) and not is_consumers_position(one)]
             return VisibleSubscriptions(chosen, "")
@@ -226,14 +224,14 @@ class _Gathering:
         if not is_needed:
             return {}
         try:
-            async with asyncio.timeout(STORE_S):
+            async with time_limit(STORE_S):
                 return await self._provider.store.checkpoints(self._provider.name, self._definition.name)
         except (TimeoutError, HeadraceError):
             return {}
 
     async def _gaps(self) -> Sequence[GapRecord]:
         try:
-            async with asyncio.timeout(STORE_S):
+            async with time_limit(STORE_S):
                 return await self._provider.store.gaps(self._provider.name, self._definition.name)
         except (TimeoutError, HeadraceError):
             return ()
@@ -244,10 +242,10 @@ class _Gathering:
         if one.position is not None or not adapter.capabilities.rewindable:
             return facts
         bounds, damage = None, ""
-        search = _LastEvent(adapter, index, self._stream)
+        search = LastEvent(adapter, index, self._stream)
         limit_s = SHORT_READ_S if facts.store_error else READ_S
         try:
-            async with asyncio.timeout(limit_s):
+            async with time_limit(limit_s):
                 bounds = await adapter.bounds(index)
                 facts = replace(facts, queue=replace(facts.queue, end=bounds[1]))
                 await search.run(bounds, one.next_offset)
@@ -270,7 +268,7 @@ class _Gathering:
         if one.position is not None or last is None or not self._store_answers:
             return one
         try:
-            async with asyncio.timeout(STORE_S):
+            async with time_limit(STORE_S):
                 letters = await store.dead_letters_at(provider, one.name, index, last) if last >= 0 else []
         except (TimeoutError, HeadraceError):
             return one
@@ -283,63 +281,6 @@ class _Gathering:
         if gap is not None and last < 0:
             one = replace(one, gap=f"queue {index}: offsets {gap.low} to {gap.high}: {gap.reason}")
         return one
-
-
-class _LastEvent:
-    """Looks for the last batch of a stream in a queue, from the end backwards."""
-
-    def __init__(self, adapter: QueueAdapter, queue: int, stream: StreamId) -> None:
-        self._adapter = adapter
-        self._queue = queue
-        self._stream = stream
-        self.found = StreamFacts()
-        """What is known; it grows while `run` runs."""
-
-    async def run(self, bounds: Bounds, position: int | None) -> None:
-        """Search until the stream's last batch is found. Raises CorruptRecord at damage from the position on."""
-        first, end = bounds
-        needed = first if position is None else max(first, position)
-        stop, window, is_whole = end, FIRST_WINDOW, True
-        while stop > first:
-            lowest = needed if stop > needed else first
-            start = max(lowest, stop - window)
-            last, damage = await self._search(start, stop)
-            if damage is not None and stop > needed:
-                raise damage
-            while damage is not None and damage.next_offset is not None and damage.next_offset < stop:
-                is_whole = False
-                later, damage = await self._search(damage.next_offset, stop)
-                last = max(last, later)
-            is_whole = is_whole and damage is None
-            if last >= 0:
-                self.found = StreamFacts(last=last)
-                return
-            if is_whole:
-                self.found = StreamFacts(none_from=start)
-            stop, window = start, min(4 * window, LARGEST_WINDOW)
-        if is_whole:
-            self.found = StreamFacts(last=-1)
-
-    async def _search(self, start: int, end: int) -> tuple[int, CorruptRecord | None]:
-        """Offset of the last batch of the stream in a range, -1 without one; and the damage that ended the search."""
-        found = -1
-        if start >= end:
-            return found, None
-        receiver = await self._adapter.open_receiver(self._queue, start)
-        try:
-            while start < end:
-                received = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
-                if received.next_offset <= start:
-                    break
-                start = received.next_offset
-                for batch in received.batches:
-                    if batch.stream == self._stream and batch.offset < end:
-                        found = batch.offset
-        except CorruptRecord as damage:
-            return found, damage
-        finally:
-            await receiver.aclose()
-        return found, None
 
 
 def _without_answer(facts: WhyFacts, reason: str) -> WhyFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,7 @@ from .options import START_HELP, ProviderPlace, adapter_options, check_how, crea
 from .output import json_option, note, print_fields, print_json, print_table
 from .running import run
 
+ASKED_AT_ONCE = 16
 _DEFAULT = RetryPolicy()
 
 
@@ -192,7 +194,11 @@ def _start_text(start: Mapping[str, Any]) -> str:
 async def _list(place: ProviderPlace) -> list[dict[str, Any]]:
     async with managed(place) as provider:
         names = [definition.name for definition in await provider.subscriptions()]
-        return [_summary(await provider.subscription(name)) for name in names]
+        found: list[dict[str, Any]] = []
+        for start in range(0, len(names), ASKED_AT_ONCE):
+            some = names[start : start + ASKED_AT_ONCE]
+            found += map(_summary, await asyncio.gather(*map(provider.subscription, some)))
+        return found
 
 
 def _summary(state: SubscriptionState) -> dict[str, Any]:

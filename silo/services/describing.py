@@ -16,6 +16,7 @@ from ...server.methods import ServiceCall
 from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ...streams.errors import HeadraceError, PermissionDenied
 from ..provider_core import ProviderCore
+from ..time_limit import time_limit
 from ..views import QueueView, age_s, due_in_s, lag_of
 from .agent_changes import AgentChanges, RunningSilo
 
@@ -140,24 +141,21 @@ class QueueAmounts(NamedTuple):
 
 
 async def queue_amounts(provider: ProviderCore, queues: Sequence[int]) -> Mapping[int, QueueAmounts]:
-    """Ask the adapter for the ends of queues, and read them to count the lag. If it fails for one queue, or does not
-    answer in time, nothing is known of the others, and it is not asked again."""
+    """Ask the adapter for the ends of queues, and read them to count the lag."""
     unfinished = await _unfinished(provider) if queues else {}
-    found: dict[int, QueueAmounts] = {}
-    problem = ""
-    for queue in queues:
-        if not problem:
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    end = (await provider.adapter.bounds(queue)).next
-                    found[queue] = QueueAmounts(end, await _backlog(provider, queue, unfinished.get(queue), end))
-                continue
-            except TimeoutError:
-                problem = f"its end is not known: the adapter {provider.adapter_name!r} does not answer"
-            except HeadraceError as error:
-                problem = f"its end is not known: {error}"
-        found[queue] = QueueAmounts(problem=problem)
-    return found
+    found = await asyncio.gather(*(_amounts(provider, queue, unfinished.get(queue)) for queue in queues))
+    return dict(zip(queues, found, strict=True))
+
+
+async def _amounts(provider: ProviderCore, queue: int, lowest: int | None) -> QueueAmounts:
+    try:
+        async with time_limit(ANSWER_S):
+            end = (await provider.adapter.bounds(queue)).next
+            return QueueAmounts(end, await _backlog(provider, queue, lowest, end))
+    except TimeoutError:
+        return QueueAmounts(problem=f"its end is not known: the adapter {provider.adapter_name!r} does not answer")
+    except HeadraceError as error:
+        return QueueAmounts(problem=f"its end is not known: {error}")
 
 
 async def _unfinished(provider: ProviderCore) -> dict[int, int]:

@@ -257,29 +257,36 @@ async def positions_of(provider: ProviderCore, definition: SubscriptionDefinitio
 async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
     names = await _position_names(provider, definition)
     lowest = lowest_positions([await _positions(provider, name) for name in names])
-    found: list[pb.QueueProgress] = []
-    unknown = ""
-    for queue, at in lowest.items():
-        end, fault = 0, unknown
-        if not unknown:  # else each queue would wait for the servers of the adapter
-            try:
-                end = (await provider.ends(queue, [at.watermark]))[at.watermark]
-                fault = await fault_at(provider.adapter, queue, [at])
-            except HeadraceError as error:
-                fault = unknown = f"its end is not known: {error}"
-        found.append(
-            pb.QueueProgress(
-                queue=queue,
-                next_offset=at.next_offset,
-                watermark=at.watermark,
-                end_offset=end,
-                streams_behind=len(at.behind),
-                streams_paused=sum(bool(one.paused) for one in at.behind.values()),
-                paused=islice(_paused(at), MAX_PAUSED),
-                fault=fault,
-            )
-        )
-    return found
+    return await asyncio.gather(*(_progress_in(provider, queue, names, at) for queue, at in lowest.items()))
+
+
+async def _progress_in(provider: ProviderCore, queue: int, names: Sequence[str], at: Checkpoint) -> pb.QueueProgress:
+    try:
+        end = (await provider.ends(queue, [at.watermark]))[at.watermark]
+        fault = await _fault(provider, queue, names, at)
+    except HeadraceError as error:
+        end, fault = 0, f"its end is not known: {error}"
+    return pb.QueueProgress(
+        queue=queue,
+        next_offset=at.next_offset,
+        watermark=at.watermark,
+        end_offset=end,
+        streams_behind=len(at.behind),
+        streams_paused=sum(bool(one.paused) for one in at.behind.values()),
+        paused=islice(_paused(at), MAX_PAUSED),
+        fault=fault,
+    )
+
+
+async def _fault(provider: ProviderCore, queue: int, names: Sequence[str], at: Checkpoint) -> str:
+    """Return the fault that stops a subscription in a queue, "" without one. `names`: its positions.
+
+    The agent knows the fault of a subscription that this process serves there. Otherwise the queue is read.
+    """
+    agent = provider.manager.agents[queue]
+    if all(name in agent.deliveries for name in names):
+        return next((fault for name in names if (fault := agent.fault_of(name))), "")
+    return await fault_at(provider.adapter, queue, [at])
 
 
 def _paused(at: Checkpoint) -> Iterator[pb.PausedStream]:

@@ -19,6 +19,7 @@ from tests.silo.talking import PATIENCE_S, TIMES, SiloOfCluster, shares, silos, 
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SiloOfCluster]]:
     """Silos a and b. A test leaves them as it found them."""
     with silos(tmp_path_factory.mktemp("pair"), "ab") as both:
+        evenly(both[0])
         yield both
 
 
@@ -165,9 +166,11 @@ def test_silos_that_do_not_answer_and_dead_ones_are_shown(tmp_path: Path, headra
         evenly(asked)
         other.signal(signal.SIGSTOP)
         at = ["--server", asked.address]
+        # The silo that is asked knows the leases of the other one from its own view, which is read ten times a second.
+        wait_until(asked.address, lambda cluster: [len(silo.providers[0].queues) for silo in cluster.silos] == [4, 4])
         told = headrace("cluster", *at, "--json").json
         assert [silo["state"] for silo in told["silos"]] == ["running", "unreachable"]
-        assert told["silos"][1]["queues"]["default"]
+        assert len(told["silos"][1]["queues"]["default"]) == 4
         assert told["providers"][0]["unserved"] == 4
         queues = headrace("queues", *at, "--json").json
         assert [queue["state"] for queue in queues if queue["silo"] == "b"] == ["unknown"] * 4

@@ -12,7 +12,7 @@ from headrace import Event, OnFailure, Provider, RetryPolicy, StreamId
 from headrace.adapters import QueueReceiver
 from headrace.proto.v1 import observation_pb2 as pb
 from headrace.server.config import GrpcConfig
-from headrace.silo import why_gathering
+from headrace.silo import last_event
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.why_gathering import explain_stream
 from headrace.streams.identity import SequenceToken
@@ -110,7 +110,7 @@ async def test_finished_events_are_not_pending(tmp_path: Path) -> None:
 async def test_a_stream_is_looked_for_from_the_end_of_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(why_gathering, "FIRST_WINDOW", 2)
+    monkeypatch.setattr(last_event, "FIRST_WINDOW", 2)
     async with Provider.open(tmp_path, queues=1) as provider:
         await provider.subscribe("s", "shop/*", take)
         await provider.publish(STREAM, b"x")
@@ -225,7 +225,11 @@ async def test_any_silo_of_a_cluster_asks_the_owner_of_each_queue(
         for queue in range(4):
             await caller.publish(batch(f"shop/{keys[queue]}", b"a"))
         if several:
-            monkeypatch.setattr(silos[0].providers["default"], "queues_with", lambda _: range(4))
+
+            def all_queues(stream: StreamId) -> Sequence[int]:
+                return range(4)
+
+            monkeypatch.setattr(silos[0].providers["default"], "queues_with", all_queues)
         found: dict[str, list[tuple[str, str]]] = {}
         for queue in queues(silos[1]):
             for _ in range(TRIES):

@@ -253,10 +253,10 @@ async def test_lag_is_counted_only_for_callers_that_may_see_it(tmp_path: Path, m
         await ask(admin, "DescribeCluster", pb.DescribeClusterRequest(here=True))
         assert counted == []
         await admin.describe()
-        assert counted == [0, 1]
+        assert sorted(counted) == [0, 1]
         watched = await admin.responses(f"{CLUSTER}/WatchCluster", b"").read(pb.WatchClusterResponse)
         assert watched is not None
-        assert counted == [0, 1, 0, 1]
+        assert sorted(counted) == [0, 0, 1, 1]
 
 
 async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -273,7 +273,7 @@ async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monk
             await peers.aclose()
         assert counted == []
         await ask(caller, "DescribeCluster", pb.DescribeClusterRequest())
-        assert counted == queues(asked)
+        assert sorted(counted) == queues(asked)
 
 
 async def test_a_call_to_a_silo_that_is_given_up_may_go_to_another_silo(tmp_path: Path):
