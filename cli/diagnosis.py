@@ -179,8 +179,12 @@ def local_findings() -> list[Finding]:
         judge_extras(extras, lambda name: _installed(re.split(r"[\[<>=~!; ]", name)[0])),
         judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         judge_clock(_clock_state()),
-        *(judge_port(use, port, _is_free(port)) for use, port in PORTS.items()),
     ]
+
+
+def port_findings() -> list[Finding]:
+    """Check the ports that `headrace dev` takes."""
+    return [judge_port(use, port, _is_free(port)) for use, port in PORTS.items()]
 
 
 def data_findings(data: Path) -> list[Finding]:

@@ -347,7 +347,7 @@ async def native_serving(
         )
         for each in sockets
     ]
-    log.info("native protocol on port %d of %s", sockets[0].getsockname()[1], config.host)
+    log.info("Python clients use port %d of %s (grpc.native_port)", sockets[0].getsockname()[1], config.host)
     guard.announce(ANNOUNCED, f"{sockets[0].getsockname()[1]} {native.process.hex()}")
     try:
         yield

@@ -42,10 +42,12 @@ class OptionTable(Generic[_T]):
             message, _, place = str(error).partition(" - at `$")
             path = self._resolve(table, place.rstrip("`"), str(error))
             if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
-                known = self._fields(path)
+                known, hint = self._fields(path), ""
+                if path and unknown[1] in self._fields(()):
+                    hint = f". {unknown[1]} belongs to no table: write it above the first [...]"
                 raise InvalidArgument(
                     f"{name((*path, unknown[1]))}: unknown option; accepted are {', '.join(known)}"
-                    f"{did_you_mean(unknown[1], known)}"
+                    f"{hint or did_you_mean(unknown[1], known)}"
                 ) from None
             if required := re.fullmatch(r"Object missing required field `(.*)`", message):
                 raise InvalidArgument(f"{name((*path, required[1]))}: it is missing") from None

@@ -25,18 +25,21 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 @optional_place_options
 @json_option
 def command(*, place: ProviderPlace | None, as_json: bool) -> None:
-    """Check that headrace can run here: Python, packages, limits, clock and ports.
+    """Check that headrace can run here: Python, packages, limits and clock.
 
-    With --data, also the disk and the data directory; with --server, also that the silos answer. Nothing is written.
+    Then the ports of `headrace dev`; with --data, instead the disk and the data directory; with --server, instead that
+    the silos answer. Nothing is written.
     Each line is ok, warn or bad, with what to do. The exit code is 1 if a check is bad.
     """
     with interrupts_kill():
-        from ..diagnosis import data_findings, local_findings  # noqa: PLC0415 (not for --help)
+        from ..diagnosis import data_findings, local_findings, port_findings  # noqa: PLC0415 (not for --help)
     found = local_findings()
     if isinstance(place, DataPlace):
         found += data_findings(place.data)
     elif place is not None:
         found += run(_of_silos(place))
+    else:
+        found += port_findings()
     if as_json:
         print_json({"ok": not any(one.verdict == "bad" for one in found), "checks": [one._asdict() for one in found]})
     else:

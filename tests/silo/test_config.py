@@ -299,6 +299,8 @@ def test_a_variable_that_is_no_option_is_told_of():
     ("text", "message"),
     [
         ("prot = 3", "FILE: prot: unknown option; accepted are data, modules, drain_s, workers, log_level,"),
+        ("[http]\nworkers = 2", ("FILE: [http] workers: unknown option; accepted are host, port, certificate, key, "
+         "dashboard, insecure, auth. workers belongs to no table: write it above the first [...]")),
         ("[http]\nprot = 3", "FILE: [http] prot: unknown option; accepted are host, port"),
         ("[providers.a.cache]\nmax = 3",
          "FILE: [providers.a.cache] max: unknown option; accepted are max_events, max_bytes"),
