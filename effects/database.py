@@ -414,8 +414,10 @@ def check_transactions(connection: Connection) -> None:
     """Raise InvalidArgument if the engine commits each statement."""
     driver = cast("Any", connection.connection.dbapi_connection)
     commits = getattr(driver, "autocommit", False) is True
-    if connection.dialect.name == "sqlite":
-        commits = commits or getattr(driver, "isolation_level", "") is None
+    if connection.dialect.name == "sqlite" and getattr(driver, "isolation_level", "") is None:
+        # A listener of the user may begin the transactions: it is called before the first statement.
+        connection.exec_driver_sql("SELECT 1")
+        commits = is_in_transaction(connection) is False
     if commits:
         raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
 

@@ -34,6 +34,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.identity import StreamId
+from .database import is_in_transaction
 
 MAX_KEY = 1000
 """Longest stream that is stored as it is, in characters. PostgreSQL's indexes take keys of up to 2,700 bytes."""
@@ -205,6 +206,8 @@ def migrate(connection: Connection) -> bool:
     check_dialect(connection.dialect.name)
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    elif is_in_transaction(connection) is False:  # the drivers of SQLite commit each CREATE otherwise
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
     version = _version(connection)
     if version is None:
         for statement in _creations(connection.dialect.name):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, NullPool, create_engine, event, make_url, text
+from sqlalchemy import Connection, NullPool, create_engine, event, inspect, make_url, text
 
 from headrace import Effects, Event, Unavailable
 from headrace.agents.effects_service import PositionedFailures
@@ -40,6 +40,47 @@ async def test_a_full_disk_or_a_read_only_file_is_not_the_events_fault(kind: str
 
 def database_engine(database: UserDatabase) -> Any:
     return getattr(database.engine, "sync_engine", database.engine)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "aiosqlite"])
+async def test_an_engine_whose_listener_begins_the_transactions_is_taken(kind: str, tmp_path: Path):
+    """The recipe of SQLAlchemy's documentation for savepoints in SQLite. It turns off those of the driver."""
+    async with user_database(kind, str(tmp_path / "u.db"), lambda: "") as database:
+
+        def leave_to_us(driver: Any, _: object) -> None:
+            driver.isolation_level = None
+
+        def begin(connection: Connection) -> None:
+            connection.exec_driver_sql("BEGIN")
+
+        event.listen(database_engine(database), "connect", leave_to_us)
+        event.listen(database_engine(database), "begin", begin)
+        effects, _ = in_scope(database)
+        await Effects(database.engine).check()
+        await effects.call(event_at(5))
+        await effects.call(event_at(5))
+        assert len(database.log()) == 1
+        await effects.call(event_at(6))
+        assert len(database.log()) == 2
+
+
+def test_a_migration_of_sqlite_is_done_or_not_done(tmp_path: Path):
+    """The driver commits each CREATE outside a transaction: then a second try met tables without a version."""
+    made = create_engine(f"sqlite:///{tmp_path}/u.db")
+
+    def fail(_: object, __: object, statement: str, *___: object) -> None:
+        if "headrace_outbox_lane" in statement:
+            raise OSError("the process ends here")
+
+    event.listen(made, "before_cursor_execute", fail)
+    with pytest.raises(OSError, match="ends here"), made.begin() as connection:
+        migrate(connection)
+    event.remove(made, "before_cursor_execute", fail)
+    assert inspect(made).get_table_names() == []
+    with made.begin() as connection:
+        assert migrate(connection)
+    assert set(inspect(made).get_table_names()) == set(metadata.tables)
+    made.dispose()
 
 
 async def test_a_file_that_cannot_be_opened_is_an_outage(tmp_path: Path):
