@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import make_url
 
 from benchmarks.servers import PostgresServer
 from headrace.adapters.postgres.options import check_url, with_location, without_password
@@ -575,3 +576,26 @@ async def test_names_with_any_characters_are_stored(postgres_url: str) -> None:
         (found,) = (await (await adapter.open_receiver(0)).receive(ANY, ANY)).batches
         assert found.stream == stream
         assert await adapter.last_sequence("p'\x00\\") == 1
+
+
+async def test_a_role_that_may_create_no_tables_any_more_publishes_and_is_told_what_to_grant(postgres_url: str) -> None:
+    """Each segment is a table. Retention begins it, so the last segment grows meanwhile."""
+    ((schema,),) = ask(postgres_url, "SELECT current_schema()")
+    role = f"limited_{schema}"
+    ask(postgres_url, f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+    ask(postgres_url, f"GRANT USAGE, CREATE ON SCHEMA {schema} TO {role}")
+    limited = make_url(postgres_url).set(username=role, password="x").render_as_string(hide_password=False)
+    async with opened(limited, **SMALL_SEGMENTS) as adapter:
+        ask(postgres_url, f"REVOKE CREATE ON SCHEMA {schema} FROM {role}")
+        await adapter.enqueue([(0, large(number)) for number in range(8)])
+        with pytest.raises(StorageError, match="grant this role CREATE on the schema"):
+            await adapter.apply_retention({0: 0})
+        await adapter.enqueue([(0, large(8))])
+        assert len(tables(postgres_url)) == 1
+        ask(postgres_url, f"GRANT CREATE ON SCHEMA {schema} TO {role}")
+        await adapter.apply_retention({0: 0})
+        assert len(tables(postgres_url)) == 2
+        await adapter.enqueue([(0, large(9))])
+        assert numbers(await received(await adapter.open_receiver(0, 0), 10)) == list(range(10))
+    ask(postgres_url, f"DROP OWNED BY {role} CASCADE")
+    ask(postgres_url, f"DROP ROLE {role}")
