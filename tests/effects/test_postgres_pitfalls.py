@@ -132,6 +132,39 @@ async def test_a_transaction_that_stays_open_holds_up_no_other_one(postgres: Use
     assert [payload for _, payload in queue.stored] == [b"1", b"2", b"late"]
 
 
+class PreparingServer(PostgresServer):
+    """A server that keeps prepared transactions, which outlive their connection."""
+
+    def command(self) -> Sequence[str]:
+        return (*super().command(), "-c", "max_prepared_transactions=2")
+
+
+async def test_a_prepared_transaction_holds_up_no_other_one_and_is_moved_when_it_commits():
+    def prepare() -> None:
+        with psycopg.connect(server.url) as driver:
+            OUTBOX.publish(STREAMS[0], b"late", connection=driver)
+            driver.execute("PREPARE TRANSACTION 'late'")
+
+    def commit() -> None:
+        with psycopg.connect(server.url, autocommit=True) as driver:
+            driver.execute("COMMIT PREPARED 'late'")
+
+    with PreparingServer() as server:
+        async with user_database("psycopg-async", "", lambda: server.url) as database:
+            queue = RecordingQueue()
+            mover = OutboxMover(database_of(database.engine), queue)
+            await asyncio.to_thread(prepare)
+            for payload in (b"1", b"2"):
+                assert isinstance(database.engine, AsyncEngine)
+                async with database.engine.begin() as connection:
+                    await OUTBOX.publish(STREAMS[0], payload, connection=connection)
+                await mover.move()
+            assert [payload for _, payload in queue.stored] == [b"1", b"2"]
+            await asyncio.to_thread(commit)
+            await mover.move()
+            assert [payload for _, payload in queue.stored] == [b"1", b"2", b"late"]
+
+
 async def test_ids_of_the_outbox_are_given_out_one_by_one(postgres: UserDatabase):
     """With a cache, a session would give out ids that are lower than those of earlier commits."""
     assert postgres.rows("SELECT cache_size FROM pg_sequences WHERE sequencename LIKE 'headrace_outbox_id%'")[0] == (1,)
