@@ -145,7 +145,9 @@ def _try_to_bind(probe: socket.socket, address: Any) -> None:
         where = f"{address[0]}:{address[1]}"
         if error.errno != errno.EADDRINUSE:
             raise OSError(error.errno, f"gRPC cannot be served on {where}: {error.strerror}") from None
-        raise Busy(f"{where} is in use by another process: name another port for gRPC, or leave it out") from None
+        raise Busy(
+            f"{where} is in use by another process, perhaps a silo: stop it, or name another port for gRPC"
+        ) from None
 
 
 def _tls(credentials: TlsCredentials) -> grpc.ServerCredentials:

@@ -126,7 +126,9 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
             one.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        raise Busy(f"{host}:{port} is in use by another process: name another port, or leave it out") from None
+        raise Busy(
+            f"{host}:{port} is in use by another process, perhaps a silo: stop it, or name another port"
+        ) from None
     return listening
 
 

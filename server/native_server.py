@@ -378,7 +378,9 @@ async def _bound(host: str, port: int) -> Sequence[socket.socket]:
             if sockets:  # clients that use this address call over gRPC
                 continue
             if error.errno == errno.EADDRINUSE:
-                raise Busy(f"{host}:{port} is in use by another process: name another grpc.native_port") from None
+                raise Busy(
+                    f"{host}:{port} is in use by another process, perhaps a silo: stop it, or change grpc.native_port"
+                ) from None
             raise
         bound.setblocking(False)
         sockets.append(bound)

@@ -110,7 +110,7 @@ CAUSES: dict[str, CauseText] = {
     ),
     "dead_lettered": CauseText(
         "The last event was given up on, and is kept as a dead letter.",
-        "Look at it with `headrace deadletters show`, then redrive or delete it.",
+        "Look at it with `headrace deadletters show ID`, then redrive or delete it.",
     ),
     "nothing_pending": CauseText(
         "The subscription needs no stored event of the stream: each is finished, filtered or before its start.",

@@ -41,9 +41,9 @@ def print_table(
 ) -> None:
     """Print rows for people. Numbers, and the columns named in `right`, are aligned to the right; None is a dash.
 
-    On a terminal only cells of the columns named in `wrap` take several lines. If the other columns are too wide,
-    columns without any value are left out. If that is not enough, each row is printed as a list of its cells. If stdout
-    is no terminal, each row is one line with all columns.
+    On a terminal only cells of the columns named in `wrap`, and headings if there is no room, take several lines. If
+    the others are too wide, columns without any value are left out. If that is not enough, each row is printed as a
+    list of its cells. If stdout is no terminal, each row is one line with all columns.
     """
     from rich.console import Console  # noqa: PLC0415 (only where a table is printed)
 
@@ -63,7 +63,7 @@ def print_table(
     if _least_width(shown) > console.width:
         shown = [column for column in shown if any(cell != ABSENT for cell in column.cells)]
     if _least_width(shown) <= console.width:
-        console.print(_table(shown, short=True))
+        console.print(_table(shown, short=_least_width(shown, short=False) > console.width))
         return
     for number in range(len(rows)):
         if number:
@@ -126,12 +126,12 @@ def _text(value: object) -> str:
             return "\n".join(map(printable, str(value).splitlines()))
 
 
-def _least_width(columns: Sequence[_Column]) -> int:
+def _least_width(columns: Sequence[_Column], *, short: bool = True) -> int:
     from rich.cells import cell_len  # noqa: PLC0415 (only where a table is printed)
 
     width = _GAP * (len(columns) - 1)
     for column in columns:
-        widest = max(map(cell_len, [*column.words, *column.cells]))
+        widest = max(map(cell_len, [*(column.words if short else [column.name]), *column.cells]))
         width += min(widest, _WRAPPED_WIDTH) if column.wrap else widest
     return width
 

@@ -36,7 +36,7 @@ RUN_BY = {
     "docs/payloads.md": ("tests/silo/test_payload_docs.py", 3),
     "docs/postgres.md": (EXAMPLES, 2),
     "docs/redis.md": ("tests/adapters/redis/test_redis_guide.py", 5),
-    "docs/security.md": (EXAMPLES, 2),
+    "docs/security.md": (EXAMPLES, 6),
     "docs/spark.md": ("tests/spark/test_spark_guide.py", 18),
     "docs/testing.md": ("tests/testing/test_testing_page.py", 5),
     "docs/top.md": ("tests/cli/top/test_top.py", 2),

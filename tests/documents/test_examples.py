@@ -42,7 +42,7 @@ def configuration(block: CodeBlock, folder: Path) -> Mapping[str, object]:
 def test_the_commands_of_the_pages_about_tokens(tmp_path: Path):
     with Follower(tmp_path, {"DIR": "data"}) as follower:
         follower.follow(console(PUBLISH))
-        create, rotate = code_blocks("docs/security.md")
+        create, rotate = code_blocks("docs/security.md")[4:]
         for block in (code_blocks("docs/dashboard.md")[1], create):
             follower.follow(console(*commands_of(block)))
         follower.follow(console("headrace tokens create orders-service --data data --publish orders"))
@@ -50,6 +50,21 @@ def test_the_commands_of_the_pages_about_tokens(tmp_path: Path):
         listed = follower.follow(console("headrace tokens list --data data"))
     assert "orders-2027" in listed
     assert "operator" in listed
+
+
+def test_a_silo_with_a_certificate_takes_a_client_with_a_token(tmp_path: Path):
+    certificate, setting, create, program, *_ = code_blocks("docs/security.md")
+    (port,) = free_ports(1)
+    replaced = {"shop.example.com": "localhost", "9465": str(port), "workers = 2 ": "workers = 1 "}
+    with Follower(tmp_path, replaced) as follower:
+        follower.follow(console(*commands_of(certificate)))
+        follower.follow(setting)
+        token = follower.follow(console(*commands_of(create))).strip()
+        follower.follow(console("headrace silo silo.toml"))
+        call = f"\nimport asyncio\nasyncio.run(main({token!r}))\n"
+        follower.follow(program._replace(text=program.text + call))
+        read = "headrace subscribe --data data 'orders/*' --from earliest --no-follow"
+        assert follower.follow(console(read)) == "orders/42 0 placed\n"
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_port_in_use_is_one_line(headrace: Headrace):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = headrace("silo", "silo.toml", "--port", port).refused(1)
-    assert refused == f"127.0.0.1:{port} is in use by another process: name another port, or leave it out"
+    assert refused == f"127.0.0.1:{port} is in use by another process, perhaps a silo: stop it, or name another port"
 
 
 def test_an_unknown_option_is_one_line(tmp_path: Path, headrace: Headrace):

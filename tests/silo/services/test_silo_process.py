@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(start: Start, headrace: Headra
     port = ready(start("silo", "--data", "d", "--listen", "127.0.0.1:0"))
     told = headrace("silo", "--data", "d", "--listen", f"127.0.0.1:{port}")
     assert told.refused(1) == (
-        f"127.0.0.1:{port} is in use by another process: name another port for gRPC, or leave it out"
+        f"127.0.0.1:{port} is in use by another process, perhaps a silo: stop it, or name another port for gRPC"
     )
 
 
