@@ -13,58 +13,65 @@ FIRST_WINDOW, LARGEST_WINDOW = 1 << 12, 1 << 20
 
 
 class LastEvent:
-    """Looks for the last batch of a stream in a queue, from the end backwards."""
+    """Looks for the last batch of a stream in a queue, from the end backwards.
+
+    The search may be cancelled at any time: its fields have what is known by then.
+    """
 
     def __init__(self, adapter: QueueAdapter, queue: int, stream: StreamId) -> None:
         self._adapter = adapter
         self._queue = queue
         self._stream = stream
+        self.end: int | None = None
+        """The end of the queue."""
         self.found = StreamFacts()
-        """What is known; it grows while `run` runs."""
+        self.damages: list[CorruptRecord] = []
+        """The damaged records that were met."""
 
-    async def run(self, bounds: Bounds, position: int | None) -> None:
-        """Search until the stream's last batch is found. Raises CorruptRecord at damage from the position on."""
-        first, end = bounds
-        needed = first if position is None else max(first, position)
-        stop, window, is_whole = end, FIRST_WINDOW, True
-        self.found = StreamFacts(none_from=end)
-        while stop > first:
-            lowest = needed if stop > needed else first
-            start = max(lowest, stop - window)
-            last, damage = await self._search(start, stop)
-            if damage is not None and stop > needed:
-                raise damage
-            while damage is not None and damage.next_offset is not None and damage.next_offset < stop:
-                is_whole = False
-                later, damage = await self._search(damage.next_offset, stop)
-                last = max(last, later)
-            is_whole = is_whole and damage is None
-            if last >= 0:
-                self.found = StreamFacts(last=last)
+    async def run(self, position: int | None) -> None:
+        """Search for the last batch; then, from `position` on, for damaged records before it."""
+        bounds = await self._adapter.bounds(self._queue)
+        self.end = bounds.next
+        self.found = StreamFacts(none_from=bounds.next)
+        await self._search_backwards(bounds, bounds.first if position is None else max(bounds.first, position))
+
+    async def _search_backwards(self, bounds: Bounds, position: int) -> None:
+        stop, window = bounds.next, FIRST_WINDOW
+        while stop > bounds.first:
+            # A window ends at the position: below it, only the last batch matters.
+            start = max(position if stop > position else bounds.first, stop - window)
+            await self._search(start, stop)
+            if self.found.last is not None:
+                await self._search(position, start)
                 return
-            if is_whole:
+            if not self.damages:
                 self.found = StreamFacts(none_from=start)
             stop, window = start, min(4 * window, LARGEST_WINDOW)
-        if is_whole:
+        if not self.damages:
             self.found = StreamFacts(last=-1)
 
-    async def _search(self, start: int, end: int) -> tuple[int, CorruptRecord | None]:
-        """Offset of the last batch of the stream in a range, -1 without one; and the damage that ended the search."""
-        found = -1
-        if start >= end:
-            return found, None
+    async def _search(self, start: int, stop: int) -> None:
+        """Look at the batches in a range, and pass the damaged records in it."""
+        at: int | None = start
+        while at is not None and at < stop:
+            try:
+                await self._read(at, stop)
+                return
+            except CorruptRecord as damage:
+                self.damages.append(damage)
+                at = damage.next_offset
+
+    async def _read(self, start: int, stop: int) -> None:
         receiver = await self._adapter.open_receiver(self._queue, start)
         try:
-            while start < end:
+            while start < stop:
                 received = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
                 if received.next_offset <= start:
-                    break
+                    return
                 start = received.next_offset
                 for batch in received.batches:
-                    if batch.stream == self._stream and batch.offset < end:
-                        found = batch.offset
-        except CorruptRecord as damage:
-            return found, damage
+                    if batch.stream == self._stream and batch.offset < stop:
+                        last = -1 if self.found.last is None else self.found.last
+                        self.found = StreamFacts(last=max(last, batch.offset))
         finally:
             await receiver.aclose()
-        return found, None

@@ -1,4 +1,4 @@
-"""A time limit that is fair to others while this process is busy."""
+"""A time limit that does not count the time in which this process is busy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-LONGEST_S = 3.0
+LONGEST_S = 2.0
 """The longest that a block may take in seconds, however busy the event loop is."""
 TICK_S = 0.02
+"""The limit is counted in turns of the event loop of this length. A turn that takes longer counts as one."""
 
 
 @asynccontextmanager

@@ -58,9 +58,9 @@ class StreamFacts:
     """The stored events of the stream."""
 
     last: int | None = None
-    """Offset of its last stored batch; None if it is not known, -1 if no batch is stored."""
+    """Offset of its last stored batch that was found; -1 if no batch is stored, None if the search has found none."""
     none_from: int | None = None
-    """No batch from this offset on is of the stream; None if it is not known, or if `last` says it."""
+    """If `last` is None: no batch from this offset on is of the stream. None if nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,8 @@ class SubscriptionFacts:
     workers_full: bool = False
     catch_up: bool = False
     """A catch-up reads for the stream."""
+    fault: str = ""
+    """The error that stops reading for the subscription; "" without one."""
     gap: str = ""
     """A gap record that covers the event; "" without one."""
     dead_letter: str = ""
@@ -148,12 +150,12 @@ def explain(facts: WhyFacts) -> list[Cause]:
 
 
 def merged(found: Sequence[Sequence[Cause]]) -> list[Cause]:
-    """Return the causes of a stream whose events may be in several queues, from the causes in each queue.
+    """Return the causes of a stream, from the causes in each queue that may have its events.
 
-    A queue without an event that the subscription needs says nothing, unless no queue has one.
+    A queue in which nothing waits does not count, unless nothing waits in any queue.
     """
-    for unneeded in ("no_such_stream", "nothing_pending"):
-        found = [causes for causes in found if all(cause.code != unneeded for cause in causes)] or found
+    for nothing_waits in (_is_empty, _is_finished):
+        found = [causes for causes in found if not nothing_waits(causes)] or found
     evidence: dict[str, list[str]] = {}
     for cause in (cause for causes in found for cause in causes):
         texts = evidence.setdefault(cause.code, [])
@@ -162,6 +164,16 @@ def merged(found: Sequence[Sequence[Cause]]) -> list[Cause]:
     if len(evidence) > 1:
         evidence.pop("undetermined", None)
     return [Cause(code, _joined(evidence[code])) for code in CAUSES if code in evidence]
+
+
+def _is_empty(causes: Sequence[Cause]) -> bool:
+    """Whether the queue has, and had, no event of the stream."""
+    codes = {cause.code for cause in causes}
+    return "no_such_stream" in codes and "retained_away" not in codes
+
+
+def _is_finished(causes: Sequence[Cause]) -> bool:
+    return any(cause.code == "nothing_pending" for cause in causes)
 
 
 def _joined(texts: Sequence[str], most: int = 3) -> str:

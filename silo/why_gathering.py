@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,11 +13,12 @@ from ..agents import Group, HandlerService, PullingAgent, ServedSubscription
 from ..agents.cursor import CursorState, StreamCursor
 from ..agents.delivery.delivery import Delivery
 from ..agents.delivery.group_delivery import GroupDelivery
-from ..streams.errors import CorruptRecord, HeadraceError
+from ..streams.errors import HeadraceError
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
+    DeadLetter,
     GapRecord,
     Mode,
     SubscriptionDefinition,
@@ -64,40 +66,70 @@ class StreamExplanation(NamedTuple):
     causes: Sequence[Cause]
 
 
+class QueueExplanation(NamedTuple):
+    """The same in one queue that may have events of the stream."""
+
+    subscription: str
+    queue: int
+    causes: Sequence[Cause]
+
+
 async def explain_stream(
-    provider: ProviderCore,
-    stream: StreamId,
-    name: str = "",
-    *,
-    is_visible: Callable[[SubscriptionDefinition], bool] = lambda _: True,
-    visible: VisibleSubscriptions | None = None,
-    queues: Sequence[StreamQueueFacts] = (),
-    is_asked: bool = True,
+    provider: ProviderCore, stream: StreamId, name: str = "", *, is_asked: bool = True
 ) -> list[StreamExplanation]:
     """Explain a stream for the subscription `name`, or for each that matches it.
 
-    Only subscriptions that are visible are named; a caller that has looked them up gives them as `visible`. `queues`
-    has the facts about the queues to look into; empty: all that may have events of the stream, and this process has
-    them. `is_asked`: this process is the one that may serve the subscriptions.
+    `is_asked`: this process is the one that may serve the subscriptions.
     """
-    definitions, error = visible or await visible_subscriptions(provider, is_visible)
-    chosen = chosen_of(definitions, stream, name)
+    visible = await visible_subscriptions(provider, lambda _: True)
+    names = [one.name for one in chosen_of(visible.definitions, stream, name)]
+    queues = [queue_facts(provider, index) for index in provider.queues_with(stream)]
+    found = await explain_queues(provider, stream, names, visible, queues, asked_for=name, is_asked=is_asked)
+    return merged_explanations(found)
+
+
+def merged_explanations(found: Iterable[QueueExplanation]) -> list[StreamExplanation]:
+    """Return one explanation for each subscription, from those of its queues."""
+    by_name: dict[str, list[Sequence[Cause]]] = {}
+    for one in found:
+        by_name.setdefault(one.subscription, []).append(one.causes)
+    return [StreamExplanation(name, merged(causes)) for name, causes in by_name.items()]
+
+
+async def explain_queues(
+    provider: ProviderCore,
+    stream: StreamId,
+    names: Sequence[str],
+    visible: VisibleSubscriptions,
+    queues: Sequence[StreamQueueFacts],
+    *,
+    asked_for: str = "",
+    is_asked: bool = True,
+) -> list[QueueExplanation]:
+    """Explain a stream in each of these queues, for subscriptions of `visible`; without `names`, for none of them.
+
+    `asked_for`: the name that the caller gave, for the case that it is not there.
+    """
+    definitions, error = visible
     facts = [
         WhyFacts(
             stream=str(stream),
             stream_facts=StreamFacts(),
             queue=queue,
-            asked_for=name,
+            asked_for=asked_for,
             patterns=[one.selector.pattern for one in definitions],
             store_error=error,
             is_asked=is_asked,
         )
-        for queue in queues or [queue_facts(provider, index) for index in provider.queues_with(stream)]
+        for queue in queues
     ]
+    chosen = [one for one in definitions if one.name in names]
     if not chosen:
-        return [StreamExplanation("", merged([explain(one) for one in facts]))]
-    found = [_Gathering(provider, stream, one, facts).explained() for one in chosen]
-    return list(await asyncio.gather(*found))
+        return [QueueExplanation("", one.queue.queue, explain(one)) for one in facts]
+    gathered = [_Gathering(provider, stream, one, store_answers=not error) for one in chosen]
+    await asyncio.gather(*(one.load([queue.queue for queue in queues]) for one in gathered))
+    found = await asyncio.gather(*(_in_queue(provider, stream, one, gathered) for one in facts))
+    return [explanation for in_queue in found for explanation in in_queue]
 
 
 def chosen_of(
@@ -153,141 +185,141 @@ def _holders(agent: PullingAgent, provider: ProviderCore) -> list[str]:
     return [text for _, text in sorted(found)[:5]]
 
 
+async def _in_queue(
+    provider: ProviderCore, stream: StreamId, facts: WhyFacts, gathered: Sequence[_Gathering]
+) -> list[QueueExplanation]:
+    """Explain one queue for each subscription. It is searched once for all of them."""
+    queue = facts.queue.queue
+    states = [each.state(facts.queue) for each in gathered]
+    search, fault = LastEvent(provider.adapter, queue, stream), ""
+    searching = [one for one in states if one.matches and one.position is None]
+    if searching and provider.adapter.capabilities.rewindable:
+        positions = [one.next_offset for one in searching]
+        known = [position for position in positions if position is not None]
+        limit_s = SHORT_READ_S if facts.store_error else READ_S
+        try:
+            async with time_limit(limit_s):
+                await search.run(min(known) if len(known) == len(positions) else None)
+        except TimeoutError:
+            fault = f"it does not answer within {limit_s:g} s" if search.end is None else ""
+        except HeadraceError as error:
+            fault = str(error) if search.end is None else ""
+    found = await asyncio.gather(
+        *(each.causes(facts, one, search, fault) for each, one in zip(gathered, states, strict=True))
+    )
+    return [QueueExplanation(one.name, queue, causes) for one, causes in zip(states, found, strict=True)]
+
+
 class _Gathering:
     """Gathers the facts about one subscription in one stream."""
 
     def __init__(
-        self, provider: ProviderCore, stream: StreamId, definition: SubscriptionDefinition, facts: Sequence[WhyFacts]
+        self, provider: ProviderCore, stream: StreamId, definition: SubscriptionDefinition, *, store_answers: bool
     ) -> None:
-        """`facts`: those that are known, one for each queue."""
         self._provider = provider
         self._stream = stream
         self._definition = definition
-        self._facts = facts
-        self._store_answers = not any(one.store_error for one in facts)
+        self._store_answers = store_answers
+        self._matches = definition.selector.matcher()(stream)
+        self._served = _served(provider, definition.name)
+        self._saved: Mapping[int, Checkpoint] = {}
+        self._gaps: Sequence[GapRecord] = ()
 
-    async def explained(self) -> StreamExplanation:
-        one, matches = self._served(), self._definition.selector.matcher()(self._stream)
-        saved: Mapping[int, Checkpoint] = {}
-        gaps: Sequence[GapRecord] = ()
-        if matches and self._store_answers:
-            is_here = one is not None and all(facts.queue.queue in one.deliveries for facts in self._facts)
-            saved, gaps = await asyncio.gather(self._saved(is_needed=not is_here), self._gaps())
+    async def load(self, queues: Sequence[int]) -> None:
+        """Read what the control store has about the subscription. What it does not answer in time is left out."""
+        if not self._matches or not self._store_answers:
+            return
+        store, provider, name = self._provider.store, self._provider.name, self._definition.name
+        with suppress(TimeoutError, HeadraceError):
+            async with time_limit(STORE_S):
+                if self._served is None or not all(queue in self._served.deliveries for queue in queues):
+                    self._saved = await store.checkpoints(provider, name)
+                self._gaps = await store.gaps(provider, name)
+
+    def state(self, queue: StreamQueueFacts) -> SubscriptionFacts:
+        """Return the state of the subscription in a queue, as this process has it in memory, or as it is saved."""
+        served = self._served
+        delivery = None if served is None else served.deliveries.get(queue.queue)
         found = SubscriptionFacts(
             name=self._definition.name,
             pattern=self._definition.selector.pattern,
-            matches=matches,
+            matches=self._matches,
             max_attempts=self._definition.retry.max_attempts,
         )
-        causes = [self._explained_in(facts, found, one, saved, gaps) for facts in self._facts]
-        return StreamExplanation(found.name, merged(await asyncio.gather(*causes)))
-
-    async def _explained_in(
-        self,
-        facts: WhyFacts,
-        found: SubscriptionFacts,
-        one: ServedSubscription | None,
-        saved: Mapping[int, Checkpoint],
-        gaps: Sequence[GapRecord],
-    ) -> list[Cause]:
-        """The causes in one queue."""
-        index = facts.queue.queue
-        delivery = None if one is None else one.deliveries.get(index)
-        if facts.queue.agent is AgentState.RUNNING:
-            agent = self._provider.manager.agents[index]
+        if queue.agent is AgentState.RUNNING:
+            agent = self._provider.manager.agents[queue.queue]
             name = self._definition.name if delivery is None else delivery.name
-            if fault := agent.fault_of(name):
-                facts = replace(facts, queue=replace(facts.queue, agent=AgentState.FAULTED, agent_reason=fault))
-            found = replace(found, catch_up=agent.is_catching_up(name))
-        if one is not None:
-            found = _with_consumers(found, one, index)
-        elif facts.queue.has_lease and facts.queue.agent is not None:
+            found = replace(found, catch_up=agent.is_catching_up(name), fault=agent.fault_of(name))
+        if served is not None:
+            found = _with_consumers(found, served, queue.queue)
+        elif queue.has_lease and queue.agent is not None:
             waiting = self._provider.standby.waiting.get(self._definition.name)
             found = replace(found, served=False, standby="" if waiting is None else waiting.reason)
-        if found.matches:
-            if delivery is not None:
-                found = _with_cursor(found, delivery, delivery.progress.cursors.get(self._stream))
-            elif index in saved:
-                found = _with_saved(found, saved[index], self._stream)
-            facts = await self._with_events(facts, found)
-            found = await self._with_left_behind(found, facts, gaps)
-        return explain(replace(facts, subscription=found))
+        if not found.matches:
+            return found
+        if delivery is not None:
+            return _with_cursor(found, delivery, delivery.progress.cursors.get(self._stream))
+        if (saved := self._saved.get(queue.queue)) is not None:
+            return _with_saved(found, saved, self._stream)
+        return found
 
-    def _served(self) -> ServedSubscription | None:
-        served = self._provider.manager.served
-        prefix = self._definition.name + CONSUMER_SEPARATOR
-        return served.get(self._definition.name) or next(
-            (one for name, one in served.items() if name.startswith(prefix)), None
-        )
+    async def causes(self, facts: WhyFacts, one: SubscriptionFacts, search: LastEvent, fault: str) -> list[Cause]:
+        """Explain one queue. `fault`: the queue could not be read."""
+        queue = facts.queue
+        if one.fault:
+            queue = replace(queue, agent=AgentState.FAULTED, agent_reason=one.fault)
+        elif fault and queue.agent is AgentState.RUNNING:  # the agent reads here: it has met the fault, or will meet it
+            queue = replace(queue, agent=AgentState.FAULTED, agent_reason=fault)
+        if one.matches and one.position is None:
+            queue = replace(queue, end=search.end, damage=await self._damage(queue, one, search))
+            one = await self._with_left_behind(one, queue.queue, search.found)
+            facts = replace(facts, stream_facts=search.found)
+        return explain(replace(facts, queue=queue, subscription=one))
 
-    async def _saved(self, *, is_needed: bool) -> Mapping[int, Checkpoint]:
-        if not is_needed:
-            return {}
-        try:
-            async with time_limit(STORE_S):
-                return await self._provider.store.checkpoints(self._provider.name, self._definition.name)
-        except (TimeoutError, HeadraceError):
-            return {}
+    async def _damage(self, queue: StreamQueueFacts, one: SubscriptionFacts, search: LastEvent) -> str:
+        """The damaged record that stops the subscription."""
+        at = one.next_offset
+        for damage in search.damages:
+            if at is None or damage.offset is None or damage.offset >= at:
+                return str(damage)
+        if queue.agent is AgentState.FAULTED and at is not None and search.end is not None:
+            with suppress(TimeoutError, HeadraceError):
+                async with time_limit(READ_S):
+                    return await fault_at(self._provider.adapter, queue.queue, [Checkpoint(at)])
+        return ""
 
-    async def _gaps(self) -> Sequence[GapRecord]:
-        try:
-            async with time_limit(STORE_S):
-                return await self._provider.store.gaps(self._provider.name, self._definition.name)
-        except (TimeoutError, HeadraceError):
-            return ()
+    async def _with_left_behind(self, one: SubscriptionFacts, queue: int, found: StreamFacts) -> SubscriptionFacts:
+        """Add the dead letter of the stream's last event, and a gap record from the subscription's position on.
 
-    async def _with_events(self, facts: WhyFacts, one: SubscriptionFacts) -> WhyFacts:
-        """Add the stored events, and damage at the position of the subscription."""
-        adapter, index = self._provider.adapter, facts.queue.queue
-        if one.position is not None or not adapter.capabilities.rewindable:
-            return facts
-        bounds, damage = None, ""
-        search = LastEvent(adapter, index, self._stream)
-        limit_s = SHORT_READ_S if facts.store_error else READ_S
-        try:
-            async with time_limit(limit_s):
-                bounds = await adapter.bounds(index)
-                facts = replace(facts, queue=replace(facts.queue, end=bounds[1]))
-                await search.run(bounds, one.next_offset)
-                if facts.queue.agent is AgentState.FAULTED and one.next_offset is not None:
-                    damage = await fault_at(adapter, index, [Checkpoint(one.next_offset)])
-        except CorruptRecord as found:
-            return replace(facts, queue=replace(facts.queue, damage=str(found)))
-        except (TimeoutError, HeadraceError) as error:
-            if bounds is None:
-                late = isinstance(error, TimeoutError)
-                return _without_answer(facts, f"it does not answer within {limit_s:g} s" if late else str(error))
-        return replace(facts, stream_facts=search.found, queue=replace(facts.queue, damage=damage))
-
-    async def _with_left_behind(
-        self, one: SubscriptionFacts, facts: WhyFacts, gaps: Sequence[GapRecord]
-    ) -> SubscriptionFacts:
-        """Add the dead letter of the stream's last event, and a gap record from the subscription's position on."""
+        If the search has not come to the last event, the last dead letter of the stream counts.
+        """
+        if not self._store_answers or (found.last is None and found.none_from is None):
+            return one
         store, provider = self._provider.store, self._provider.name
-        index, last = facts.queue.queue, facts.stream_facts.last
-        if one.position is not None or last is None or not self._store_answers:
-            return one
+        letter: DeadLetter | None = None
         try:
             async with time_limit(STORE_S):
-                letters = await store.dead_letters_at(provider, one.name, index, last) if last >= 0 else []
+                if found.last is None:
+                    letter = await store.last_dead_letter(provider, one.name, queue, self._stream)
+                elif found.last >= 0:
+                    letters = await store.dead_letters_at(provider, one.name, queue, found.last)
+                    letter = next((each for each in letters if each.stream == self._stream), None)
         except (TimeoutError, HeadraceError):
             return one
-        letter = next((each for each in letters if each.stream == self._stream), None)
-        gap = next((each for each in gaps if each.queue == index and each.stream in (None, self._stream)), None)
         if letter is not None:
             redrive = ", a redrive is requested" if letter.redrive else ""
             text = f"dead letter {letter.id}, {letter.attempts} attempts: {letter.reason}{redrive}"
             one = replace(one, dead_letter=text)
-        if gap is not None and last < 0:
-            one = replace(one, gap=f"queue {index}: offsets {gap.low} to {gap.high}: {gap.reason}")
+        gap = next((each for each in self._gaps if each.queue == queue and each.stream in (None, self._stream)), None)
+        if gap is not None and (found.last is None or found.last < 0):
+            one = replace(one, gap=f"queue {queue}: offsets {gap.low} to {gap.high}: {gap.reason}")
         return one
 
 
-def _without_answer(facts: WhyFacts, reason: str) -> WhyFacts:
-    """The queue cannot be read now. If its agent reads here, the agent has met the fault or will meet it."""
-    if facts.queue.agent is not AgentState.RUNNING:
-        return facts
-    return replace(facts, queue=replace(facts.queue, agent=AgentState.FAULTED, agent_reason=reason))
+def _served(provider: ProviderCore, name: str) -> ServedSubscription | None:
+    served = provider.manager.served
+    prefix = name + CONSUMER_SEPARATOR
+    return served.get(name) or next((one for each, one in served.items() if each.startswith(prefix)), None)
 
 
 def _with_consumers(found: SubscriptionFacts, one: ServedSubscription, queue: int) -> SubscriptionFacts:

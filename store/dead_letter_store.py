@@ -59,6 +59,14 @@ class DeadLetterStore(StorePart):
         chosen = and_(of_subscription(dead_letters, provider, subscription), place)
         return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
 
+    async def last_dead_letter(
+        self, provider: str, subscription: str, queue: int, stream: StreamId
+    ) -> DeadLetter | None:
+        """Return the dead letter of a stream with the highest id; None if there is none, or if it is damaged."""
+        place = and_(dead_letters.c.queue == queue, dead_letters.c.stream == str(stream))
+        chosen = and_(of_subscription(dead_letters, provider, subscription), place)
+        return next(iter(self._intact(await self._database.read(_last_dead_letter, chosen)).values()), None)
+
     async def count_dead_letters(self, provider: str) -> dict[str, int]:
         """Return the number of dead letters by subscription, without subscriptions that have none."""
         return await self._database.read(_count_dead_letters, provider)
@@ -166,6 +174,11 @@ def _require_epoch(
             if current is not None
             else f"subscription {name!r} of {provider!r} has been deleted"
         )
+
+
+def _last_dead_letter(connection: Connection, chosen: ColumnElement[bool]) -> ReadRows[int, DeadLetter]:
+    query = select(dead_letters).where(chosen).order_by(dead_letters.c.id.desc()).limit(1)
+    return read_rows(connection.execute(query).all(), lambda row: row.id, dead_letter_of)
 
 
 def _dead_letters(connection: Connection, chosen: ColumnElement[bool], limit: int) -> ReadRows[int, DeadLetter]:

@@ -44,7 +44,7 @@ class OptionTable(Generic[_T]):
             if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
                 known, hint = self._fields(path), ""
                 if path and unknown[1] in self._fields(()):
-                    hint = f". {unknown[1]} belongs to no table: write it above the first [...]"
+                    hint = f". {unknown[1]} belongs to the top, not into {'.'.join(path)}"
                 raise InvalidArgument(
                     f"{name((*path, unknown[1]))}: unknown option; accepted are {', '.join(known)}"
                     f"{hint or did_you_mean(unknown[1], known)}"

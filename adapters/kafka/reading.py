@@ -12,7 +12,7 @@ from typing import TypeVar
 from confluent_kafka import KafkaError, TopicPartition
 
 from ...streams.errors import HeadraceError, StorageError
-from .client import KafkaClients, KafkaRecord, PartitionConsumer
+from .client import KafkaClients, KafkaRecord
 
 READ_RECORDS = 10_000
 POLL_S = 0.1
@@ -27,41 +27,32 @@ def read_range(
 
     Blocks. Raises StorageError if nothing comes for `timeout_s` seconds, or if `start` was deleted meanwhile.
     """
+    ends_at: int | None = None
     if start >= end:
         return
+    doing = f"partition {partition} of topic {topic!r} cannot be read from offset {start}"
     consumer = clients.consumer()
     try:
-        place = TopicPartition(topic, partition, start)
-        yield from read_with(consumer, clients, place, end, timeout_s=timeout_s)
+        consumer.assign([TopicPartition(topic, partition, start)])
+        deadline = time.monotonic() + timeout_s
+        while True:
+            first = consumer.poll(POLL_S)
+            if first is None:
+                if time.monotonic() > deadline:
+                    if ends_at is not None:  # the brokers have lost the rest
+                        raise StorageError(f"{doing} up to {end}: it ends at offset {ends_at}")
+                    raise clients.failure(doing, TimeoutError("the brokers do not answer"))
+                continue
+            deadline = time.monotonic() + timeout_s
+            more = consumer.consume(READ_RECORDS - 1, 0)
+            found, at, ends_at = _split((first, *more), start, lambda error: clients.failure(doing, error))
+            kept = [record for record in found if record.offset() < end]
+            if kept:
+                yield kept
+            if at >= end or len(kept) < len(found):
+                return
     finally:
         consumer.close()
-
-
-def read_with(
-    consumer: PartitionConsumer, clients: KafkaClients, start: TopicPartition, end: int, *, timeout_s: float,
-    max_records: int = READ_RECORDS,
-) -> Generator[Sequence[KafkaRecord]]:  # fmt: skip
-    """Do the same as `read_range` with a consumer that exists; it stays open and assigned."""
-    ends_at: int | None = None
-    doing = f"partition {start.partition} of topic {start.topic!r} cannot be read from offset {start.offset}"
-    consumer.assign([start])
-    deadline = time.monotonic() + timeout_s
-    while True:
-        first = consumer.poll(POLL_S)
-        if first is None:
-            if time.monotonic() > deadline:
-                if ends_at is not None:  # the brokers have lost the rest
-                    raise StorageError(f"{doing} up to {end}: it ends at offset {ends_at}")
-                raise clients.failure(doing, TimeoutError("the brokers do not answer"))
-            continue
-        deadline = time.monotonic() + timeout_s
-        more = consumer.consume(max_records - 1, 0) if max_records > 1 else ()
-        found, at, ends_at = _split((first, *more), start.offset, lambda error: clients.failure(doing, error))
-        kept = [record for record in found if record.offset() < end]
-        if kept:
-            yield kept
-        if at >= end or len(kept) < len(found):
-            return
 
 
 def _split(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...silo.why_causes import Cause
     from ...silo.why_gathering import StreamExplanation
 
-ANSWER_S = 5.0
+ANSWER_S = 10.0
 
 
 @click.command("why", cls=SectionedCommand)

@@ -600,6 +600,7 @@ class ExplainStreamRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -610,7 +611,11 @@ class ExplainStreamRequest(_message.Message):
 
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The queues to look into; empty for all that may have events of the stream."""
+        """Only from another silo: the queues to look into. Then each explanation is about one queue."""
+
+    @_builtins.property
+    def subscriptions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only from another silo: names of subscriptions, instead of `subscription`."""
 
     def __init__(
         self,
@@ -619,10 +624,11 @@ class ExplainStreamRequest(_message.Message):
         stream: _subscriptions_pb2.StreamName | None = ...,
         subscription: _builtins.str = ...,
         queues: _abc.Iterable[_builtins.int] | None = ...,
+        subscriptions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "queues", b"queues", "stream", b"stream", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "queues", b"queues", "stream", b"stream", "subscription", b"subscription", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -658,8 +664,11 @@ class StreamExplanation(_message.Message):
 
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     CAUSES_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     """Name of the subscription; empty if none matches the stream."""
+    queue: _builtins.int
+    """The queue, if another silo has asked."""
     @_builtins.property
     def causes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCause]:
         """The cause that stops most comes first. Never empty."""
@@ -669,10 +678,11 @@ class StreamExplanation(_message.Message):
         *,
         subscription: _builtins.str = ...,
         causes: _abc.Iterable[Global___StreamCause] | None = ...,
+        queue: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "queue", b"queue", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,6 @@ from ...server.methods import ServiceCall
 from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ...streams.errors import HeadraceError, PermissionDenied
 from ..provider_core import ProviderCore
-from ..time_limit import time_limit
 from ..views import QueueView, age_s, due_in_s, lag_of
 from .agent_changes import AgentChanges, RunningSilo
 
@@ -149,7 +148,7 @@ async def queue_amounts(provider: ProviderCore, queues: Sequence[int]) -> Mappin
 
 async def _amounts(provider: ProviderCore, queue: int, lowest: int | None) -> QueueAmounts:
     try:
-        async with time_limit(ANSWER_S):
+        async with asyncio.timeout(ANSWER_S):
             end = (await provider.adapter.bounds(queue)).next
             return QueueAmounts(end, await _backlog(provider, queue, lowest, end))
     except TimeoutError:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...proto.v1 import observation_pb2 as pb
 from ...server.access import PEER, Permission
@@ -17,12 +18,19 @@ from ...server.methods import ServiceCall
 from ...streams.cluster import LIVING
 from ...streams.errors import HeadraceError, InvalidArgument
 from ...streams.identity import StreamId
-from ...streams.subscriptions import SubscriptionDefinition
 from ..clustered_silo import ClusteredSilo
 from ..provider_core import ProviderCore
-from ..why import OwnerState, StreamQueueFacts, merged
+from ..why import OwnerState, StreamQueueFacts
 from ..why_causes import Cause
-from ..why_gathering import StreamExplanation, chosen_of, explain_stream, queue_facts, visible_subscriptions
+from ..why_gathering import (
+    QueueExplanation,
+    StreamExplanation,
+    chosen_of,
+    explain_queues,
+    merged_explanations,
+    queue_facts,
+    visible_subscriptions,
+)
 from .agent_changes import RunningSilo
 from .lookup import TO_KNOW, provider_of
 from .subscriptions import is_listed
@@ -36,7 +44,7 @@ MOST = 100
 """Subscriptions that one answer explains."""
 SHARED_EVIDENCE = frozenset(
     {
-        "corrupt_record", "dead_lettered", "nothing_pending", "retained_away", "throttled",
+        "agent_faulted", "corrupt_record", "dead_lettered", "nothing_pending", "retained_away", "throttled",
         "undetermined",
     }
 )  # fmt: skip
@@ -56,10 +64,9 @@ async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStr
         found = [StreamExplanation("", [Cause("no_silo_for_provider", f"0 living silos serve provider {name!r}")])]
         return pb.ExplainStreamResponse(explanations=[_message(one, everything=True) for one in found])
     provider = provider_of(call, silo.providers, request.provider, TO_KNOW)
-    queues = request.queues or provider.queues_with(stream)
-    if max(queues) >= provider.queues:
-        raise InvalidArgument(f"queues: provider {provider.name!r} has the queues 0 to {provider.queues - 1}")
-    found = await _explanations(silo, call, provider, stream, name=request.subscription, queues=queues)
+    if request.queues or request.subscriptions:
+        return await _for_silo(call, provider, stream, request)
+    found = await _explanations(silo, call, provider, stream, request.subscription)
     everything = sees_everything(call.principal)
     return pb.ExplainStreamResponse(explanations=[_message(one, everything=everything) for one in found])
 
@@ -84,64 +91,81 @@ def _message(explanation: StreamExplanation, *, everything: bool) -> pb.StreamEx
     )
 
 
-async def _explanations(
-    silo: RunningSilo, call: ServiceCall, provider: ProviderCore, stream: StreamId, *, name: str, queues: Sequence[int]
-) -> list[StreamExplanation]:
-    def is_visible(definition: SubscriptionDefinition) -> bool:
-        return is_listed(call, definition)
+async def _for_silo(
+    call: ServiceCall, provider: ProviderCore, stream: StreamId, request: pb.ExplainStreamRequest
+) -> pb.ExplainStreamResponse:
+    """Explain a stream to another silo, in queues that this silo has."""
+    if call.principal is not PEER:
+        raise InvalidArgument("queues, subscriptions: only silos give them")
+    queues = sorted(set(request.queues) & set(range(provider.queues)))
+    visible = await visible_subscriptions(provider, lambda _: True)
+    facts = [queue_facts(provider, queue) for queue in queues]
+    found = await explain_queues(provider, stream, request.subscriptions, visible, facts)
+    messages = [_message(StreamExplanation(one.subscription, one.causes), everything=True) for one in found]
+    for message, one in zip(messages, found, strict=True):
+        message.queue = one.queue
+    return pb.ExplainStreamResponse(explanations=messages)
 
-    clustered_silo = None if call.principal is PEER else silo.clustered_silo
-    if clustered_silo is None:
-        here = [queue_facts(provider, index) for index in queues]
-        return (await explain_stream(provider, stream, name, is_visible=is_visible, queues=here))[:MOST]
-    visible = await visible_subscriptions(provider, is_visible)
-    chosen = chosen_of(visible.definitions, stream, name)[:MOST]
+
+async def _explanations(
+    silo: RunningSilo, call: ServiceCall, provider: ProviderCore, stream: StreamId, name: str
+) -> list[StreamExplanation]:
+    visible = await visible_subscriptions(provider, partial(is_listed, call))
+    names = [one.name for one in chosen_of(visible.definitions, stream, name)][:MOST]
+    queues = provider.queues_with(stream)
+    if silo.clustered_silo is None:
+        known, found = [queue_facts(provider, queue) for queue in queues], list[QueueExplanation]()
+    else:
+        known, found = await _of_owners(silo.clustered_silo, provider, stream, names, queues)
+    found += await explain_queues(provider, stream, names, visible, known, asked_for=name)
+    return merged_explanations(found)
+
+
+async def _of_owners(
+    clustered_silo: ClusteredSilo, provider: ProviderCore, stream: StreamId, names: Sequence[str], queues: Sequence[int]
+) -> tuple[list[StreamQueueFacts], list[QueueExplanation]]:
+    """Ask the owners of queues. Return the facts about the queues that are left for this silo, and the answers."""
     known: list[StreamQueueFacts] = []
-    elsewhere: dict[str, list[StreamQueueFacts]] = {}
-    for index in queues:
-        queue, owner = _owner(clustered_silo, provider.name, index)
-        is_here = index in (provider.manager.leases or ())  # the view is older than a lease that has just begun
+    owned: dict[str, list[StreamQueueFacts]] = {}
+    for queue in queues:
+        facts, owner = _owner(clustered_silo, provider.name, queue)
+        is_here = queue in (provider.manager.leases or ())  # the view is older than a lease that has just begun
         if is_here or owner == clustered_silo.name:
-            known.append(queue_facts(provider, index))
-        elif chosen and owner and queue.owner_state is OwnerState.LIVING:
-            elsewhere.setdefault(owner, []).append(queue)
+            known.append(queue_facts(provider, queue))
+        elif names and owner and facts.owner_state is OwnerState.LIVING:
+            owned.setdefault(owner, []).append(facts)
         else:
-            known.append(queue)
-    asked: list[Awaitable[list[StreamExplanation] | None]] = []
-    for owner, of in elsewhere.items():
-        request = pb.ExplainStreamRequest(provider=provider.name, queues=[queue.queue for queue in of])
+            known.append(facts)
+    asking: list[Awaitable[list[QueueExplanation] | None]] = []
+    for owner, its_queues in owned.items():
+        request = pb.ExplainStreamRequest(provider=provider.name, subscriptions=names)
         request.stream.namespace, request.stream.key = stream.namespace, stream.key
-        asked.append(_ask(clustered_silo, owner, request, [one.name for one in chosen]))
-    answers: list[list[StreamExplanation]] = []
-    for of, answer in zip(elsewhere.values(), await asyncio.gather(*asked), strict=True):
+        request.queues.extend(one.queue for one in its_queues)
+        asking.append(_ask(clustered_silo, owner, request))
+    found: list[QueueExplanation] = []
+    for its_queues, answer in zip(owned.values(), await asyncio.gather(*asking), strict=True):
         if answer is None:
-            known += [replace(queue, owner_state=OwnerState.UNREACHABLE) for queue in of]
+            known += [replace(one, owner_state=OwnerState.UNREACHABLE) for one in its_queues]
         else:
-            answers.append(answer)
-    if known:
-        answers.append((await explain_stream(provider, stream, name, visible=visible, queues=known))[:MOST])
-    together = zip(*answers, strict=True)
-    return [StreamExplanation(each[0].subscription, merged([one.causes for one in each])) for each in together]
+            found += answer
+    return known, found
 
 
 async def _ask(
-    clustered_silo: ClusteredSilo, owner: str, request: pb.ExplainStreamRequest, names: Sequence[str]
-) -> list[StreamExplanation] | None:
-    """Ask the owner of queues for each subscription. None: it does not answer."""
-
-    async def ask(name: str) -> StreamExplanation:
-        request.subscription = name
-        method = "ObservationService/ExplainStream"
-        answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
-        one = pb.ExplainStreamResponse.FromString(answer).explanations[0]
-        return StreamExplanation(name, [Cause(cause.code, cause.evidence) for cause in one.causes])
-
+    clustered_silo: ClusteredSilo, owner: str, request: pb.ExplainStreamRequest
+) -> list[QueueExplanation] | None:
+    """Ask the owner of queues. None: it does not answer."""
+    method = "ObservationService/ExplainStream"
     try:
-        async with asyncio.timeout(OWNER_S):
-            return list(await asyncio.gather(*map(ask, names)))
-    except (TimeoutError, HeadraceError) as error:
+        answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
+    except HeadraceError as error:
         log.info("silo %r did not explain a stream of provider %r: %s", owner, request.provider, error)
         return None
+    return [
+        QueueExplanation(one.subscription, one.queue, [Cause(cause.code, cause.evidence) for cause in one.causes])
+        for one in pb.ExplainStreamResponse.FromString(answer).explanations
+        if one.subscription
+    ]
 
 
 def _owner(clustered_silo: ClusteredSilo, provider: str, index: int) -> tuple[StreamQueueFacts, str]:

@@ -300,7 +300,7 @@ def test_a_variable_that_is_no_option_is_told_of():
     [
         ("prot = 3", "FILE: prot: unknown option; accepted are data, modules, drain_s, workers, log_level,"),
         ("[http]\nworkers = 2", ("FILE: [http] workers: unknown option; accepted are host, port, certificate, key, "
-         "dashboard, insecure, auth. workers belongs to no table: write it above the first [...]")),
+         "dashboard, insecure, auth. workers belongs to the top, not into http")),
         ("[http]\nprot = 3", "FILE: [http] prot: unknown option; accepted are host, port"),
         ("[providers.a.cache]\nmax = 3",
          "FILE: [providers.a.cache] max: unknown option; accepted are max_events, max_bytes"),
@@ -339,6 +339,12 @@ def test_a_variable_that_is_no_option_is_told_of():
 )  # fmt: skip
 def test_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, text: str, message: str):
     assert refusal(tmp_path, text).startswith(message)
+
+
+def test_a_table_and_a_variable_in_a_wrong_place_are_sent_to_the_top(tmp_path: Path):
+    assert refusal(tmp_path, "[cluster.grpc]\nport = 1").endswith("grpc belongs to the top, not into cluster")
+    with pytest.raises(InvalidArgument, match="workers belongs to the top, not into http"):
+        load_config(None, {"HEADRACE_HTTP__WORKERS": "2"}, {})
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ RETRYING = Cause("stream_retrying", "attempt 3 failed")
 DONE, EMPTY = Cause("nothing_pending", "queue 1: done"), Cause("no_such_stream", "queue 0 has none")
 STOPPED, OTHER = Cause("agent_stopped", "queue 4: stopped"), Cause("agent_stopped", "queue 5: stopped")
 UNKNOWN = Cause("undetermined", "all facts were checked")
+RETAINED_AWAY = Cause("retained_away", "queue 0: offsets 0 to 4: retention")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ UNKNOWN = Cause("undetermined", "all facts were checked")
         ([[STOPPED], [OTHER]], [Cause("agent_stopped", "queue 4: stopped; queue 5: stopped")]),
         ([[UNKNOWN], [RETRYING]], [RETRYING]),
         ([[UNKNOWN], [EMPTY]], [UNKNOWN]),
+        ([[RETAINED_AWAY, EMPTY], [DONE], [EMPTY]], [RETAINED_AWAY, EMPTY]),
     ],
 )
 def test_queues_without_a_needed_event_do_not_count(found: list[list[Cause]], expected: list[Cause]) -> None:

@@ -244,6 +244,22 @@ async def test_why_looks_into_each_partition_that_may_have_the_key(address: str,
         assert "poison" in found.causes[0].evidence
 
 
+async def test_why_names_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
+    address: str, topic: str, tmp_path: Path
+) -> None:
+    async with Provider.open(tmp_path, **raw(address, topic)) as provider:
+        subscription = await provider.subscribe(
+            "s", f"{topic}/*", EventCollector(b"poison"), retry=RetryPolicy(max_attempts=1)
+        )
+        program = ForeignProgram(address)
+        await asyncio.to_thread(program.write, topic, [b"poison"], key=b"k", transaction=topic)
+        while not await provider.dead_letters("s"):  # noqa: ASYNC110 (real time, in another process)
+            await asyncio.sleep(0.05)
+        await subscription.caught_up()
+        (found,) = await explain_stream(provider, StreamId(topic, "k"))
+        assert [cause.code for cause in found.causes] == ["dead_lettered"]
+
+
 # ---- partitions of keys ----------------------------------------------------------------------------------------------
 
 
