@@ -79,6 +79,8 @@ async def _copy(
         store = await ControlStore.open(made / "control.db")
         try:
             providers = await store.providers()
+            if restored:
+                await _forget_silos(store)
         finally:
             await store.aclose()
         for provider in providers:
@@ -110,6 +112,14 @@ def _copy_control(source: DataDirectory, made: Path) -> None:
     faults = copy_database(source.control_db, made / "control.db")
     if faults:
         raise StorageError(f"'{source.control_db}' cannot be copied to '{made}': {faults[0]}")
+
+
+async def _forget_silos(store: ControlStore) -> None:
+    """Forget the silos of the original, with their leases: otherwise new ones would wait until the leases end."""
+    cluster = store.cluster()
+    for silo in (await cluster.view()).silos:
+        await cluster.declare_dead(silo)
+        await cluster.remove(silo)
 
 
 def _copy_log(source: Path, made: Path, provider: str) -> None:

@@ -14,8 +14,11 @@ import lmdb
 import pytest
 
 from headrace import Event, Provider, StreamId
+from headrace.store.control_store import ControlStore
+from headrace.streams.cluster import ClusterView
 from headrace.streams.subscriptions import GapRecord
 from tests.cli.commandline import SCRIPT, Headrace, Start, ended
+from tests.silo.talking import shares, silos, wait_until
 from tests.silo.test_damage import damage
 
 STREAMS = [StreamId("orders", str(number)) for number in range(20)]
@@ -99,6 +102,26 @@ def test_offsets_of_lost_events_are_not_used_again(headrace: Headrace, data: Pat
     assert got == each(b"b") | {STREAMS[0]: [b"b", b"c"]}
     assert {gap.queue for gap in gaps} == set(range(QUEUES))
     assert {gap.reason for gap in gaps} == {"a backup was restored: events that were published after it are lost"}
+
+
+def test_the_silos_of_the_original_are_forgotten(headrace: Headrace, tmp_path: Path):
+    """Else the queues would wait until the leases in the backup end."""
+    with silos(tmp_path, "a") as (silo,):
+        wait_until(silo.address, lambda cluster: bool(shares(cluster)["a"]))
+        assert headrace("backup", "copy", "--data", tmp_path / "data").code == 0
+        assert headrace("restore", "copy", "--data", "restored").code == 0
+
+    async def of_restored() -> ClusterView:
+        store = await ControlStore.open(tmp_path / "restored" / "control.db")
+        try:
+            return await store.cluster().view()
+        finally:
+            await store.aclose()
+
+    view = asyncio.run(of_restored())
+    assert view.silos == []
+    assert view.leases
+    assert {lease.owner for lease in view.leases} == {""}
 
 
 def test_only_the_owner_can_use_a_backup(headrace: Headrace, data: Path, tmp_path: Path):
