@@ -414,7 +414,7 @@ def check_transactions(connection: Connection) -> None:
     """Raise InvalidArgument if the engine commits each statement."""
     driver = cast("Any", connection.connection.dbapi_connection)
     commits = getattr(driver, "autocommit", False) is True
-    if connection.dialect.name == "sqlite" and getattr(driver, "isolation_level", "") is None:
+    if not commits and connection.dialect.name == "sqlite" and getattr(driver, "isolation_level", "") is None:
         # A listener of the user may begin the transactions: it is called before the first statement.
         connection.exec_driver_sql("SELECT 1")
         commits = is_in_transaction(connection) is False

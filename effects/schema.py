@@ -206,9 +206,10 @@ def migrate(connection: Connection) -> bool:
     check_dialect(connection.dialect.name)
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
-    elif is_in_transaction(connection) is False:  # the drivers of SQLite commit each CREATE otherwise
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
     version = _version(connection)
+    if version != VERSION and connection.dialect.name == "sqlite" and is_in_transaction(connection) is False:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the drivers of SQLite commit each CREATE otherwise
+        version = _version(connection)
     if version is None:
         for statement in _creations(connection.dialect.name):
             connection.exec_driver_sql(statement)

@@ -115,7 +115,7 @@ def _copy_control(source: DataDirectory, made: Path) -> None:
 
 
 async def _forget_silos(store: ControlStore) -> None:
-    """Forget the silos of the original, with their leases: otherwise new ones would wait until the leases end."""
+    """Forget the silos of the original, with their leases: otherwise new silos would wait until the leases end."""
     cluster = store.cluster()
     for silo in (await cluster.view()).silos:
         await cluster.declare_dead(silo)

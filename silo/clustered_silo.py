@@ -199,8 +199,9 @@ class ClusteredSilo:
                     "stay unserved", silo.name, different,
                 )  # fmt: skip
 
-    def _take_view(self, view: ClusterView) -> None:
-        view = self._without_forgotten(view)
+    def _take_view(self, read: ClusterView) -> None:
+        view = self._without_forgotten(read)
+        self._forgotten &= {(silo.name, silo.incarnation) for silo in read.silos}
         self._secrets.take(view)
         self.view = view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}

@@ -241,10 +241,10 @@ def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
     if cluster.address is not None:
         parse_address(cluster.address)
     elif config.grpc.host in ANY_ADDRESS:
-        with_tls = "; HOST is a name in the certificate, and cluster.ca the file of its authority"
+        tls_hint = "; HOST is a name in the certificate, and cluster.ca the file of its authority"
         raise InvalidArgument(
             f"grpc.host is {config.grpc.host}, every address of this machine: give cluster.address, HOST:PORT at which "
-            f"other silos and consumers reach this one{with_tls if config.grpc.certificate else ''}"
+            f"other silos and consumers reach this one{tls_hint if config.grpc.certificate else ''}"
         )
     if config.data is None:
         raise InvalidArgument("[cluster] needs a data directory: name it with --data, with HEADRACE_DATA, or as data =")

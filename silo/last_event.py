@@ -12,10 +12,10 @@ FIRST_WINDOW, LARGEST_WINDOW = 1 << 12, 1 << 20
 """Offsets that are read together, from the end backwards. Each window is four times the one before."""
 
 
-class LastEvent:
+class LastEventSearch:
     """Looks for the last batch of a stream in a queue, from the end backwards.
 
-    The search may be cancelled at any time: its fields have what is known by then.
+    After a cancellation, the fields keep the results so far.
     """
 
     def __init__(self, adapter: QueueAdapter, queue: int, stream: StreamId) -> None:
@@ -32,7 +32,7 @@ class LastEvent:
         """Search for the last batch; then, from `position` on, for damaged records before it."""
         bounds = await self._adapter.bounds(self._queue)
         self.end = bounds.next
-        self.found = StreamFacts(none_from=bounds.next)
+        self.found = StreamFacts(searched_from=bounds.next)
         await self._search_backwards(bounds, bounds.first if position is None else max(bounds.first, position))
 
     async def _search_backwards(self, bounds: Bounds, position: int) -> None:
@@ -41,17 +41,17 @@ class LastEvent:
             # A window ends at the position: below it, only the last batch matters.
             start = max(position if stop > position else bounds.first, stop - window)
             await self._search(start, stop)
+            if not self.damages:
+                self.found = StreamFacts(last=self.found.last, searched_from=start)
             if self.found.last is not None:
                 await self._search(position, start)
                 return
-            if not self.damages:
-                self.found = StreamFacts(none_from=start)
             stop, window = start, min(4 * window, LARGEST_WINDOW)
         if not self.damages:
-            self.found = StreamFacts(last=-1)
+            self.found = StreamFacts(last=-1, searched_from=bounds.first)
 
     async def _search(self, start: int, stop: int) -> None:
-        """Look at the batches in a range, and pass the damaged records in it."""
+        """Read a range. Record its damaged records, and go on after each."""
         at: int | None = start
         while at is not None and at < stop:
             try:
@@ -71,7 +71,7 @@ class LastEvent:
                 start = received.next_offset
                 for batch in received.batches:
                     if batch.stream == self._stream and batch.offset < stop:
-                        last = -1 if self.found.last is None else self.found.last
-                        self.found = StreamFacts(last=max(last, batch.offset))
+                        last = max(batch.offset, -1 if self.found.last is None else self.found.last)
+                        self.found = StreamFacts(last=last, searched_from=self.found.searched_from)
         finally:
             await receiver.aclose()

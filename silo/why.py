@@ -58,9 +58,14 @@ class StreamFacts:
     """The stored events of the stream."""
 
     last: int | None = None
-    """Offset of its last stored batch that was found; -1 if no batch is stored, None if the search has found none."""
-    none_from: int | None = None
-    """If `last` is None: no batch from this offset on is of the stream. None if nothing is known."""
+    """Offset of the last batch that was found. -1: the queue has none. None: the search ended before it found one."""
+    searched_from: int | None = None
+    """The search has seen all batches of the stream from this offset on. None: it has seen nothing."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether `last` is the last batch. Otherwise later ones may be in the part that was not searched."""
+        return self.last is not None and self.searched_from is not None and self.searched_from <= self.last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,15 +253,15 @@ def _stored(facts: WhyFacts) -> _Found:
         yield "retained_away", one.gap
     if stream.last == -1 or one.position is not None:
         return
-    if one.dead_letter:
+    if one.dead_letter and stream.is_last:
         yield "dead_lettered", one.dead_letter
     elif _has_all(facts):
-        last = (
-            f"no event from offset {stream.none_from} on"
-            if stream.last is None
-            else f"last event at offset {stream.last}"
-        )
-        yield "nothing_pending", f"queue {facts.queue.queue}: {last}, everything below {one.next_offset} is done"
+        last = f"last event at offset {stream.last}"
+        if not stream.is_last:
+            last = f"no event from offset {stream.searched_from} on"
+        letter = f"; the last dead letter of the stream: {one.dead_letter}" if one.dead_letter else ""
+        done = f"everything below {one.next_offset} is done"
+        yield "nothing_pending", f"queue {facts.queue.queue}: {last}, {done}{letter}"
 
 
 def _standing(facts: WhyFacts) -> _Found:
@@ -320,13 +325,11 @@ def _idle(facts: WhyFacts, one: SubscriptionFacts) -> _Found:
 
 def _has_all(facts: WhyFacts) -> bool:
     """Whether the subscription has finished all events of the stream, as far as it is known."""
-    one, stream = facts.subscription, facts.stream_facts
+    one, searched_from = facts.subscription, facts.stream_facts.searched_from
     assert one is not None
-    if one.position is not None or one.next_offset is None:
+    if one.position is not None or one.next_offset is None or searched_from is None or facts.queue.damage:
         return False
-    if stream.last is not None:
-        return one.next_offset > stream.last
-    return stream.none_from is not None and one.next_offset >= stream.none_from
+    return searched_from <= one.next_offset and not _has_more(facts)
 
 
 def _has_more(facts: WhyFacts) -> bool:

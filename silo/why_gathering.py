@@ -1,4 +1,4 @@
-"""Gather the facts about a stream from a provider in this process, within a second, and explain them."""
+"""Gather the facts about a stream from a provider in this process, and explain them. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..streams.subscriptions import (
     SubscriptionDefinition,
     is_consumers_position,
 )
-from .last_event import LastEvent
+from .last_event import LastEventSearch
 from .provider_core import ProviderCore
 from .time_limit import time_limit
 from .views import fault_at
@@ -67,7 +67,7 @@ class StreamExplanation(NamedTuple):
 
 
 class QueueExplanation(NamedTuple):
-    """The same in one queue that may have events of the stream."""
+    """The causes in one queue, for one subscription."""
 
     subscription: str
     queue: int
@@ -106,9 +106,9 @@ async def explain_queues(
     asked_for: str = "",
     is_asked: bool = True,
 ) -> list[QueueExplanation]:
-    """Explain a stream in each of these queues, for subscriptions of `visible`; without `names`, for none of them.
+    """Explain a stream in each of these queues, for the subscriptions `names` of `visible`.
 
-    `asked_for`: the name that the caller gave, for the case that it is not there.
+    If `names` is empty, explain why no subscription gets the stream; `asked_for` is the name that the caller gave.
     """
     definitions, error = visible
     facts = [
@@ -191,7 +191,7 @@ async def _in_queue(
     """Explain one queue for each subscription. It is searched once for all of them."""
     queue = facts.queue.queue
     states = [each.state(facts.queue) for each in gathered]
-    search, fault = LastEvent(provider.adapter, queue, stream), ""
+    search, read_error = LastEventSearch(provider.adapter, queue, stream), ""
     searching = [one for one in states if one.matches and one.position is None]
     if searching and provider.adapter.capabilities.rewindable:
         positions = [one.next_offset for one in searching]
@@ -201,11 +201,11 @@ async def _in_queue(
             async with time_limit(limit_s):
                 await search.run(min(known) if len(known) == len(positions) else None)
         except TimeoutError:
-            fault = f"it does not answer within {limit_s:g} s" if search.end is None else ""
+            read_error = f"it does not answer within {limit_s:g} s" if search.end is None else ""
         except HeadraceError as error:
-            fault = str(error) if search.end is None else ""
+            read_error = str(error) if search.end is None else ""
     found = await asyncio.gather(
-        *(each.causes(facts, one, search, fault) for each, one in zip(gathered, states, strict=True))
+        *(each.causes(facts, one, search, read_error) for each, one in zip(gathered, states, strict=True))
     )
     return [QueueExplanation(one.name, queue, causes) for one, causes in zip(states, found, strict=True)]
 
@@ -263,24 +263,32 @@ class _Gathering:
             return _with_saved(found, saved, self._stream)
         return found
 
-    async def causes(self, facts: WhyFacts, one: SubscriptionFacts, search: LastEvent, fault: str) -> list[Cause]:
-        """Explain one queue. `fault`: the queue could not be read."""
+    async def causes(
+        self, facts: WhyFacts, one: SubscriptionFacts, search: LastEventSearch, read_error: str
+    ) -> list[Cause]:
+        """Explain one queue. `read_error`: the reason why it could not be read."""
         queue = facts.queue
         if one.fault:
             queue = replace(queue, agent=AgentState.FAULTED, agent_reason=one.fault)
-        elif fault and queue.agent is AgentState.RUNNING:  # the agent reads here: it has met the fault, or will meet it
-            queue = replace(queue, agent=AgentState.FAULTED, agent_reason=fault)
+        elif (
+            read_error and queue.agent is AgentState.RUNNING
+        ):  # the agent reads here: it has met the fault, or will meet it
+            queue = replace(queue, agent=AgentState.FAULTED, agent_reason=read_error)
         if one.matches and one.position is None:
             queue = replace(queue, end=search.end, damage=await self._damage(queue, one, search))
             one = await self._with_left_behind(one, queue.queue, search.found)
             facts = replace(facts, stream_facts=search.found)
         return explain(replace(facts, queue=queue, subscription=one))
 
-    async def _damage(self, queue: StreamQueueFacts, one: SubscriptionFacts, search: LastEvent) -> str:
-        """The damaged record that stops the subscription."""
-        at = one.next_offset
+    async def _damage(self, queue: StreamQueueFacts, one: SubscriptionFacts, search: LastEventSearch) -> str:
+        """The damaged record that stops the subscription: not one after an event that waits."""
+        at, last = one.next_offset, search.found.last
         for damage in search.damages:
-            if at is None or damage.offset is None or damage.offset >= at:
+            offset = damage.offset
+            if at is None or offset is None:
+                return str(damage)
+            waits_before = last is not None and at <= last < offset
+            if offset >= at and not waits_before:
                 return str(damage)
         if queue.agent is AgentState.FAULTED and at is not None and search.end is not None:
             with suppress(TimeoutError, HeadraceError):
@@ -293,17 +301,17 @@ class _Gathering:
 
         If the search has not come to the last event, the last dead letter of the stream counts.
         """
-        if not self._store_answers or (found.last is None and found.none_from is None):
+        if not self._store_answers or found.searched_from is None:
             return one
         store, provider = self._provider.store, self._provider.name
         letter: DeadLetter | None = None
         try:
             async with time_limit(STORE_S):
-                if found.last is None:
-                    letter = await store.last_dead_letter(provider, one.name, queue, self._stream)
-                elif found.last >= 0:
+                if found.last is not None and found.is_last:
                     letters = await store.dead_letters_at(provider, one.name, queue, found.last)
                     letter = next((each for each in letters if each.stream == self._stream), None)
+                elif found.last != -1:
+                    letter = await store.last_dead_letter(provider, one.name, queue, self._stream)
         except (TimeoutError, HeadraceError):
             return one
         if letter is not None:
@@ -311,7 +319,7 @@ class _Gathering:
             text = f"dead letter {letter.id}, {letter.attempts} attempts: {letter.reason}{redrive}"
             one = replace(one, dead_letter=text)
         gap = next((each for each in self._gaps if each.queue == queue and each.stream in (None, self._stream)), None)
-        if gap is not None and (found.last is None or found.last < 0):
+        if gap is not None and found.last == -1:
             one = replace(one, gap=f"queue {queue}: offsets {gap.low} to {gap.high}: {gap.reason}")
         return one
 

@@ -52,7 +52,10 @@ class RecordTimes:
 
     def _look_up(self, queue: int, start: int, end: int) -> int | None:
         self._check_open()
-        consumer = self._idle.pop() if self._idle else self._clients.consumer(more=_ONE_RECORD)
+        try:
+            consumer = self._idle.pop()
+        except IndexError:
+            consumer = self._clients.consumer(more=_ONE_RECORD)
         try:
             found = self._read(consumer, TopicPartition(self._topic, queue, start), end)
             consumer.assign([])

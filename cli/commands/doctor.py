@@ -27,8 +27,8 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 def command(*, place: ProviderPlace | None, as_json: bool) -> None:
     """Check that headrace can run here: Python, packages, limits and clock.
 
-    Then the ports of `headrace dev`; with --data, instead the disk and the data directory; with --server, instead that
-    the silos answer. Nothing is written.
+    Without --data and --server, it also checks the ports of `headrace dev`. With --data it checks the disk and the data
+    directory; with --server, that the silos answer. Nothing is written.
     Each line is ok, warn or bad, with what to do. The exit code is 1 if a check is bad.
     """
     with interrupts_kill():

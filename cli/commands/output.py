@@ -41,9 +41,9 @@ def print_table(
 ) -> None:
     """Print rows for people. Numbers, and the columns named in `right`, are aligned to the right; None is a dash.
 
-    On a terminal only cells of the columns named in `wrap`, and headings if there is no room, take several lines. If
-    the others are too wide, columns without any value are left out. If that is not enough, each row is printed as a
-    list of its cells. If stdout is no terminal, each row is one line with all columns.
+    On a terminal, headings take several lines if there is no room. Of the cells, only those of columns in `wrap` do.
+    If the table is still too wide, columns without any value are left out. If that is not enough, each row is a list of
+    its cells. If stdout is no terminal, each row is one line with all columns.
     """
     from rich.console import Console  # noqa: PLC0415 (only where a table is printed)
 

@@ -21,7 +21,7 @@ from .options import START_HELP, ProviderPlace, adapter_options, check_how, crea
 from .output import json_option, note, print_fields, print_json, print_table
 from .running import run
 
-ASKED_AT_ONCE = 16
+ASKED_AT_ONCE = 4
 _DEFAULT = RetryPolicy()
 
 

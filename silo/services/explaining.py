@@ -38,7 +38,7 @@ from .visible import sees_everything
 
 log = logging.getLogger("headrace.silo")
 
-OWNER_S = 0.5
+OWNER_S = 0.7
 """Time that the owner of the queue has to answer, in seconds."""
 MOST = 100
 """Subscriptions that one answer explains."""
@@ -59,7 +59,7 @@ async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStr
     if not call.principal.allows(Permission.MANAGE, stream.namespace):
         call.principal.require(Permission.SUBSCRIBE, stream.namespace)
     name = request.provider or "default"
-    if name not in silo.providers and _is_left_alone(silo.clustered_silo, name):
+    if name not in silo.providers and _has_no_silo(silo.clustered_silo, name):
         call.principal.require_somewhere(*TO_KNOW)
         found = [StreamExplanation("", [Cause("no_silo_for_provider", f"0 living silos serve provider {name!r}")])]
         return pb.ExplainStreamResponse(explanations=[_message(one, everything=True) for one in found])
@@ -71,7 +71,7 @@ async def explained(silo: RunningSilo, call: ServiceCall, request: pb.ExplainStr
     return pb.ExplainStreamResponse(explanations=[_message(one, everything=everything) for one in found])
 
 
-def _is_left_alone(clustered_silo: ClusteredSilo | None, provider: str) -> bool:
+def _has_no_silo(clustered_silo: ClusteredSilo | None, provider: str) -> bool:
     """Whether the cluster has queues of a provider that no living silo serves."""
     view = None if clustered_silo is None else clustered_silo.view
     if view is None or not any(lease.provider == provider for lease in view.leases):
@@ -137,15 +137,17 @@ async def _of_owners(
         else:
             known.append(facts)
     asking: list[Awaitable[list[QueueExplanation] | None]] = []
-    for owner, its_queues in owned.items():
+    for owner, queues_of_owner in owned.items():
         request = pb.ExplainStreamRequest(provider=provider.name, subscriptions=names)
         request.stream.namespace, request.stream.key = stream.namespace, stream.key
-        request.queues.extend(one.queue for one in its_queues)
+        request.queues.extend(one.queue for one in queues_of_owner)
         asking.append(_ask(clustered_silo, owner, request))
     found: list[QueueExplanation] = []
-    for its_queues, answer in zip(owned.values(), await asyncio.gather(*asking), strict=True):
+    for queues_of_owner, answer in zip(owned.values(), await asyncio.gather(*asking), strict=True):
         if answer is None:
-            known += [replace(one, owner_state=OwnerState.UNREACHABLE) for one in its_queues]
+            known += [replace(one, owner_state=OwnerState.UNREACHABLE) for one in queues_of_owner]
+        elif len(answer) < len(names) * len(queues_of_owner):  # it does not know all of them, or has an older release
+            known += queues_of_owner
         else:
             found += answer
     return known, found
@@ -164,7 +166,7 @@ async def _ask(
     return [
         QueueExplanation(one.subscription, one.queue, [Cause(cause.code, cause.evidence) for cause in one.causes])
         for one in pb.ExplainStreamResponse.FromString(answer).explanations
-        if one.subscription
+        if one.subscription in request.subscriptions and one.queue in request.queues
     ]
 
 

@@ -37,6 +37,8 @@ from .visible import VisibleBounds, sees_everything
 
 SERVICE = "headrace.v1.SubscriptionService"
 LETTERS, MAX_LETTERS = 100, 1000
+QUEUES_AT_ONCE = 8
+"""Queues that one call reads at the same time."""
 MAX_PAUSED = 100
 MAX_IDS = 10_000
 POLL_S = 0.25
@@ -257,7 +259,13 @@ async def positions_of(provider: ProviderCore, definition: SubscriptionDefinitio
 async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
     names = await _position_names(provider, definition)
     lowest = lowest_positions([await _positions(provider, name) for name in names])
-    return await asyncio.gather(*(_progress_in(provider, queue, names, at) for queue, at in lowest.items()))
+    some = asyncio.Semaphore(QUEUES_AT_ONCE)
+
+    async def one(queue: int, at: Checkpoint) -> pb.QueueProgress:
+        async with some:
+            return await _progress_in(provider, queue, names, at)
+
+    return await asyncio.gather(*(one(queue, at) for queue, at in lowest.items()))
 
 
 async def _progress_in(provider: ProviderCore, queue: int, names: Sequence[str], at: Checkpoint) -> pb.QueueProgress:
@@ -279,7 +287,7 @@ async def _progress_in(provider: ProviderCore, queue: int, names: Sequence[str],
 
 
 async def _fault(provider: ProviderCore, queue: int, names: Sequence[str], at: Checkpoint) -> str:
-    """Return the fault that stops a subscription in a queue, "" without one. `names`: its positions.
+    """Return the fault that stops a subscription in a queue, "" without one. `names`: the names of its positions.
 
     The agent knows the fault of a subscription that this process serves there. Otherwise the queue is read.
     """

@@ -28,7 +28,7 @@ SUBSCRIPTION = SubscriptionFacts(
 )
 HEALTHY = WhyFacts(
     stream="orders/1",
-    stream_facts=StreamFacts(last=7),
+    stream_facts=StreamFacts(last=7, searched_from=0),
     queue=StreamQueueFacts(queue=3, silos=1, has_lease=True, owner="a", agent=AgentState.RUNNING),
     subscription=SUBSCRIPTION,
 )
@@ -122,14 +122,12 @@ def test_a_subscription_that_has_finished_everything_needs_nobody(asked: bool) -
     assert codes(facts(of={"served": False, "next_offset": 7}, is_asked=asked)) != ["nothing_pending"]
 
 
-@pytest.mark.parametrize(("none_from", "code"), [(5, "nothing_pending"), (6, "undetermined")])
-def test_nothing_is_pending_if_the_search_came_to_the_position_without_an_event(none_from: int, code: str) -> None:
-    (cause,) = explain(facts(stream={"last": None, "none_from": none_from}, queue={"end": 9}))
+@pytest.mark.parametrize(("searched_from", "code"), [(5, "nothing_pending"), (6, "undetermined")])
+def test_nothing_is_pending_if_the_search_came_to_the_position_without_an_event(searched_from: int, code: str) -> None:
+    (cause,) = explain(facts(stream={"last": None, "searched_from": searched_from}, queue={"end": 9}))
     assert cause.code == code
-    shown = (
-        "no event from offset 5 on, everything below 5 is done" if none_from == 5 else "at offset 5 of queue 3, which"
-    )
-    assert shown in cause.evidence
+    shown = {5: "no event from offset 5 on, everything below 5 is done", 6: "at offset 5 of queue 3, which ends at 9"}
+    assert shown[searched_from] in cause.evidence
 
 
 RETRYING = Cause("stream_retrying", "attempt 3 failed")
@@ -156,6 +154,18 @@ RETAINED_AWAY = Cause("retained_away", "queue 0: offsets 0 to 4: retention")
 )
 def test_queues_without_a_needed_event_do_not_count(found: list[list[Cause]], expected: list[Cause]) -> None:
     assert merged(found) == expected
+
+
+@pytest.mark.parametrize("position", [4, 5])
+def test_an_event_before_the_searched_part_does_not_show_that_nothing_waits(position: int) -> None:
+    """The search ended in the middle: later events may be in the part that it has not seen."""
+    given = facts(stream={"last": 3, "searched_from": 6}, of={"next_offset": position})
+    assert codes(given) == ["undetermined"]
+
+
+def test_a_finished_stream_is_not_named_beside_a_damaged_record() -> None:
+    stream, damage = {"last": 3, "searched_from": 6}, {"damage": "queue 3: damaged at 8"}
+    assert codes(facts(stream=stream, queue=damage, of={"next_offset": 7})) == ["corrupt_record"]
 
 
 def test_evidence_of_many_queues_is_shortened() -> None:

@@ -133,7 +133,7 @@ async def test_a_stream_is_looked_for_from_the_end_of_the_queue(
         )
 
 
-async def test_a_dead_letter_is_named_also_if_the_search_does_not_come_to_its_event(
+async def test_the_last_dead_letter_is_shown_if_the_search_does_not_come_to_its_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(last_event, "FIRST_WINDOW", 2)
@@ -152,7 +152,8 @@ async def test_a_dead_letter_is_named_also_if_the_search_does_not_come_to_its_ev
 
         monkeypatch.setattr(provider.adapter, "open_receiver", slow_below_10)
         (found,) = await explain_stream(provider, STREAM, "s")
-        assert [cause.code for cause in found.causes] == ["dead_lettered"]
+        assert [cause.code for cause in found.causes] == ["nothing_pending"]
+        assert "the last dead letter of the stream: dead letter 1, 1 attempts: " in found.causes[0].evidence
 
 
 @pytest.mark.parametrize("window", [4096, 2])
@@ -224,6 +225,31 @@ async def test_a_silo_explains_a_stream(tmp_path: Path) -> None:
         assert [code for code, _ in (await ask(caller, "none"))[""]] == ["subscription_missing"]
         with pytest.raises(Refused, match="only silos give them"):
             await ask(caller, queues=[0])
+
+
+async def test_a_tenant_learns_only_of_its_own_streams_and_subscriptions(tmp_path: Path) -> None:
+    tokens = await make_tokens(
+        tmp_path,
+        all=Allowed(publish=["*"], subscribe=["*"], manage=["*"]),
+        shop=Allowed(subscribe=["shop"]),
+        other=Allowed(subscribe=["other"]),
+    )
+    async with opened(tmp_path, auth="tokens") as silo:
+        address, provider = silo.grpc_address or "", silo.providers["default"]
+        await provider.subscribe("all", "*/*", take)
+        await provider.subscribe("mine", "shop/*", take)
+        async with connecting(address, tokens["all"]) as caller:
+            await caller.publish(batch("shop/1", b"a"))
+            await evidence(provider, "nothing_pending", name="mine")
+            found = await ask(caller)
+            assert set(found) == {"all", "mine"}
+            assert "offset" in found["mine"][0][1]
+        async with connecting(address, tokens["shop"]) as caller:
+            assert await ask(caller) == {"mine": [("nothing_pending", "")]}
+            assert [code for code, _ in (await ask(caller, "all"))[""]] == ["subscription_missing"]
+        async with connecting(address, tokens["other"]) as caller:
+            with pytest.raises(Refused, match="PERMISSION_DENIED"):
+                await ask(caller)
 
 
 async def test_a_tenant_learns_no_offset_of_a_damaged_record_of_others(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ async def test_why_looks_into_each_partition_that_may_have_the_key(address: str,
         assert "poison" in found.causes[0].evidence
 
 
-async def test_why_names_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
+async def test_why_shows_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
     address: str, topic: str, tmp_path: Path
 ) -> None:
     async with Provider.open(tmp_path, **raw(address, topic)) as provider:
@@ -257,7 +257,9 @@ async def test_why_names_the_dead_letter_of_an_event_before_the_marker_of_its_tr
             await asyncio.sleep(0.05)
         await subscription.caught_up()
         (found,) = await explain_stream(provider, StreamId(topic, "k"))
-        assert [cause.code for cause in found.causes] == ["dead_lettered"]
+        # Kafka tells too late that nothing follows the marker: a later event may be there.
+        assert [cause.code for cause in found.causes] == ["nothing_pending"]
+        assert "poison" in found.causes[0].evidence
 
 
 # ---- partitions of keys ----------------------------------------------------------------------------------------------
