@@ -8,8 +8,9 @@ from ..streams.identity import StreamId
 from .why import StreamFacts
 
 PIECE_EVENTS, PIECE_BYTES = 10_000, 1 << 20
-FIRST_WINDOW, LARGEST_WINDOW = 1 << 12, 1 << 20
-"""Offsets that are read together, from the end backwards. Each window is four times the one before."""
+FIRST_WINDOW = 1 << 12
+"""Offsets that are read together at the end of the queue. Each window before it is four times as large: a queue may
+leave out billions of offsets."""
 
 
 class LastEventSearch:
@@ -46,7 +47,7 @@ class LastEventSearch:
             if self.found.last is not None:
                 await self._search(position, start)
                 return
-            stop, window = start, min(4 * window, LARGEST_WINDOW)
+            stop, window = start, 4 * window
         if not self.damages:
             self.found = StreamFacts(last=-1, searched_from=bounds.first)
 

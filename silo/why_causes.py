@@ -49,7 +49,8 @@ CAUSES: dict[str, CauseText] = {
         "Check namespace and key, or create a subscription with a matching pattern.",
     ),
     "retained_away": CauseText(
-        "Events of the queue were removed before the subscription got them.", "Raise the retention of the queue."
+        "Events of the queue were removed before the subscription got them.",
+        "If retention removed them, raise it. If a backup was restored, publish again what came after it.",
     ),
     "no_such_stream": CauseText(
         "The queue has no event of the stream; events that are not due yet do not count.",

@@ -15,7 +15,7 @@ from .transactions import LogChanges, LogSnapshot, StoredGap
 
 SKIPPED = "damaged, and skipped by an operator"
 """The beginning of the reason of a gap that was skipped."""
-RESTORED = "a backup was restored: events that were published after it are lost"
+RESTORED = "a backup was restored: events that were published after it, if any, are lost"
 """The reason of a gap at the end of a restored queue."""
 MISSING = "the block is missing"
 

@@ -20,6 +20,7 @@ from ...streams.errors import HeadraceError, InvalidArgument
 from ...streams.identity import StreamId
 from ..clustered_silo import ClusteredSilo
 from ..provider_core import ProviderCore
+from ..time_limit import LONGEST_S, time_limit
 from ..why import OwnerState, StreamQueueFacts
 from ..why_causes import Cause
 from ..why_gathering import (
@@ -159,9 +160,10 @@ async def _ask(
     """Ask the owner of queues. None: it does not answer."""
     method = "ObservationService/ExplainStream"
     try:
-        answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=OWNER_S)
-    except HeadraceError as error:
-        log.info("silo %r did not explain a stream of provider %r: %s", owner, request.provider, error)
+        async with time_limit(OWNER_S):
+            answer = await clustered_silo.call(owner, method, request.SerializeToString(), timeout_s=LONGEST_S)
+    except (TimeoutError, HeadraceError) as error:
+        log.info("silo %r did not explain a stream of provider %r: %r", owner, request.provider, error)
         return None
     return [
         QueueExplanation(one.subscription, one.queue, [Cause(cause.code, cause.evidence) for cause in one.causes])

@@ -138,8 +138,37 @@ class VisibleBounds:
             looked += nbytes
             if looked >= self._search_bytes and low > span.first:
                 return low
-            high = low
+            high = low if nbytes else await _before_hole(adapter, queue, Bounds(span.first, low))
         return None
+
+
+async def _before_hole(adapter: QueueAdapter, queue: int, span: Bounds) -> int:
+    """Return an offset from which on a range has no batch: its beginning, or less than a window after the last batch.
+
+    After a restore, a queue leaves out billions of offsets: a search window by window would not end.
+    """
+    low, high = await _next_batch(adapter, queue, span), span.next
+    if low == high:
+        return span.first
+    while high - low > WINDOW:
+        middle = (low + high) // 2
+        found = await _next_batch(adapter, queue, Bounds(middle, span.next))
+        low, high = (low, middle) if found == span.next else (found, high)
+    return high
+
+
+async def _next_batch(adapter: QueueAdapter, queue: int, span: Bounds) -> int:
+    """Return the offset of the first batch in a range; the end of the range without one."""
+    at = span.first
+    receiver = await adapter.open_receiver(queue, at)
+    try:
+        while at < span.next:
+            batches, at, _ = await receiver.receive(1, 1)
+            if batches:
+                return min(batches[0].offset, span.next)
+    finally:
+        await receiver.aclose()
+    return span.next
 
 
 async def _last(adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> tuple[int | None, int]:
