@@ -61,8 +61,8 @@ def test_a_silo_with_a_certificate_takes_a_client_with_a_token(tmp_path: Path):
         follower.follow(setting)
         token = follower.follow(console(*commands_of(create))).strip()
         follower.follow(console("headrace silo silo.toml"))
-        call = f"\nimport asyncio\nasyncio.run(main({token!r}))\n"
-        follower.follow(program._replace(text=program.text + call))
+        follower.follow(program._replace(file="order.py"))
+        follower.follow(console(f"python order.py {token}"))
         read = "headrace subscribe --data data 'orders/*' --from earliest --no-follow"
         assert follower.follow(console(read)) == "orders/42 0 placed\n"
 
