@@ -270,9 +270,8 @@ class _Gathering:
         queue = facts.queue
         if one.fault:
             queue = replace(queue, agent=AgentState.FAULTED, agent_reason=one.fault)
-        elif (
-            read_error and queue.agent is AgentState.RUNNING
-        ):  # the agent reads here: it has met the fault, or will meet it
+        elif read_error and queue.agent is AgentState.RUNNING:
+            # The agent reads here: it has met the fault, or will meet it.
             queue = replace(queue, agent=AgentState.FAULTED, agent_reason=read_error)
         if one.matches and one.position is None:
             queue = replace(queue, end=search.end, damage=await self._damage(queue, one, search))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TypeVar
 
 import msgspec
 
@@ -37,7 +36,6 @@ SNAPSHOT_SHARE = 4
 
 _SAVING = "headrace kafka snapshots"
 """Name of the task that stores snapshots."""
-_T = TypeVar("_T")
 _QUEUE, _PRODUCER, _BEGIN, _EPOCH = b"queue/", b"producer/", b"begin/", b"epoch/"
 
 
@@ -99,10 +97,6 @@ class KafkaLedgers:
         self._background = BackgroundTasks()
         self._next_scan: asyncio.Task[None] | None = None
         self._scanning: asyncio.Task[None] | None = None
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run blocking work in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def open(self, bounds: Mapping[int, Bounds], *, from_end: bool) -> None:
         """Read the snapshots. A queue without one begins at its end if `from_end`, else at its beginning.
