@@ -182,7 +182,7 @@ class KafkaAdapter(QueueAdapter):
         return receiver
 
     def _queue_of_receiver(self, queue: int) -> ReceiverQueue:
-        def note(group: FetchedGroup) -> Sequence[bool]:
+        def note(group: FetchedGroup) -> Sequence[int]:
             return self._note(queue, group)
 
         def acknowledge(offset: int) -> None:
@@ -199,7 +199,7 @@ class KafkaAdapter(QueueAdapter):
                 self._format,
                 deliver,
                 partition_tag=self._ledgers.partition_tags[queue],
-                waiting_bytes=limits.waiting_bytes,
+                max_waiting_bytes=limits.waiting_bytes,
                 pause_s=limits.pause_s,
             )
 
@@ -214,15 +214,13 @@ class KafkaAdapter(QueueAdapter):
             acknowledge,
         )
 
-    def _note(self, queue: int, group: FetchedGroup) -> Sequence[bool]:
-        found = [(record.offset, record.part, record.time_ms) for record in group.records]
-        deliver = self._ledgers.observe(queue, found)
+    def _note(self, queue: int, group: FetchedGroup) -> Sequence[int]:
+        duplicates = self._ledgers.observe(queue, group.calls)
         self._ledgers.note_epochs(queue, group.epochs)
-        self._ledgers.note_read(queue, group.end, len(found), group.nbytes)
-        batches = [record.batch for record in group.records if not isinstance(record.batch, str)]
-        self._events_read += sum(batch.count for batch in batches)
-        self._batches_read += len(batches)
-        return deliver
+        self._ledgers.note_read(queue, group.end, len(group.batches) + len(group.unreadable), group.nbytes)
+        self._events_read += sum(map(len, group.batches))
+        self._batches_read += len(group.batches)
+        return duplicates
 
     def _wake(self) -> None:
         """The state of the topic has changed."""

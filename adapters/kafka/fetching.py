@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -22,23 +23,20 @@ log = logging.getLogger("headrace.adapters.kafka")
 POLL_S = 0.2
 GROUP_RECORDS = 2000
 WAITING_RECORD_BYTES = 400
-"""Memory of a record that waits, in bytes, apart from its value: its batch, its step, and their names."""
+"""Memory of a record that waits, in bytes, apart from its encoded batch. Most of it is the name of its stream."""
 
 
-class FetchedRecord(NamedTuple):
-    """A record of the partition, decoded."""
+class UnreadableRecord(NamedTuple):
+    """A record that is not a batch of events."""
 
     offset: int
-    batch: EventBatch | str
-    """The batch, or the reason why the record has none."""
-    part: CallPart | None
-    time_ms: int
+    reason: str
 
 
 class FetchedGroup(NamedTuple):
-    """Records that were fetched together."""
+    """Records that were fetched together, decoded. All sequences are in the order of the offsets."""
 
-    records: Sequence[FetchedRecord]
+    batches: Sequence[EventBatch]
     end: int
     """Every record below this offset was delivered, in this group or an earlier one."""
     nbytes: int
@@ -47,19 +45,30 @@ class FetchedGroup(NamedTuple):
     """Whether no record had come for `pause_s` before this group."""
     error: KafkaError | Exception | None = None
     """The error that ended the fetching."""
+    unreadable: Sequence[UnreadableRecord] = ()
+    calls: Sequence[tuple[int, CallPart, int]] = ()
+    """Offset, part and time in milliseconds of each record that belongs to a publisher's call."""
     epochs: Sequence[EpochRange] = ()
     """The leader epochs of the records."""
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the records until they are decoded and delivered."""
-        return self.nbytes + WAITING_RECORD_BYTES * len(self.records)
+        """The memory of the records while they wait for their receiver."""
+        return memory_of(self.batches) + WAITING_RECORD_BYTES * len(self.unreadable)
+
+
+def memory_of(batches: Sequence[EventBatch]) -> int:
+    """Return the memory of batches while they wait for their receiver, in bytes."""
+    return sum(map(len, map(_encoded_of, batches))) + WAITING_RECORD_BYTES * len(batches)
+
+
+_encoded_of = attrgetter("encoded")
 
 
 class PartitionFetcher:
     """Fetches one partition from an offset on, until `stop` is called or an error ends it.
 
-    It stops fetching while more than `waiting_bytes` of memory were delivered and not consumed.
+    It stops fetching while the records that were delivered and not released have more than `max_waiting_bytes`.
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class PartitionFetcher:
         deliver: Callable[[FetchedGroup], None],
         *,
         partition_tag: bytes,
-        waiting_bytes: int,
+        max_waiting_bytes: int,
         pause_s: float,
     ) -> None:
         """`deliver` is called on the event loop that makes the fetcher. `partition_tag`: see the ledger."""
@@ -79,11 +88,11 @@ class PartitionFetcher:
         self._start = start
         self._format = record_format
         self._deliver = deliver
-        self._waiting_bytes = waiting_bytes
+        self._max_waiting_bytes = max_waiting_bytes
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
         self._delivered_bytes = 0
-        self._consumed_bytes = 0
+        self._released_bytes = 0
         self._resume = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(
@@ -91,9 +100,9 @@ class PartitionFetcher:
         )
         self._thread.start()
 
-    def taken(self, nbytes: int) -> None:
-        """Note that the receiver has consumed this many of the bytes that were delivered."""
-        self._consumed_bytes += nbytes
+    def release(self, nbytes: int) -> None:
+        """This many bytes of the records that were delivered wait no more: fetch as many again."""
+        self._released_bytes += nbytes
         self._resume.set()
 
     def stop(self) -> None:
@@ -124,7 +133,7 @@ class PartitionFetcher:
     def _fetch(self, consumer: PartitionConsumer) -> None:
         end, last, has_answered = self._start.offset, time.monotonic(), False
         while not self._stopped:
-            if self._delivered_bytes - self._consumed_bytes > self._waiting_bytes:
+            if self._delivered_bytes - self._released_bytes > self._max_waiting_bytes:
                 self._resume.wait(POLL_S)
                 self._resume.clear()
                 last = time.monotonic()
@@ -146,16 +155,23 @@ class PartitionFetcher:
                 return
 
     def _decoded(self, found: Sequence[KafkaRecord], end: int, paused: bool) -> FetchedGroup:
-        records: list[FetchedRecord] = []
+        batches: list[EventBatch] = []
+        unreadable: list[UnreadableRecord] = []
+        calls: list[tuple[int, CallPart, int]] = []
         epochs: list[EpochRange] = []
-        nbytes, known, low, high = 0, None, end, end
-        decode, tag = self._format.batch, self._partition_tag
+        nbytes, known, low, high, failure = 0, None, end, end, None
+        decode, tag, add = self._format.batch, self._partition_tag, batches.append
         for record in found:
             error = record.error()
             if error is None:
                 offset, headers = record.offset(), record.headers()
-                part = call_part(headers, tag) if headers else None
-                records.append(FetchedRecord(offset, decode(record, headers), part, record.timestamp()[1]))
+                batch = decode(record, headers)
+                if isinstance(batch, EventBatch):
+                    add(batch)
+                else:
+                    unreadable.append(UnreadableRecord(offset, batch))
+                if headers and (part := call_part(headers, tag)) is not None:
+                    calls.append((offset, part, record.timestamp()[1]))
                 if (epoch := record.leader_epoch()) != known:
                     _add_epoch(epochs, known, low, high)
                     known, low = epoch, min(end, offset)
@@ -164,10 +180,10 @@ class PartitionFetcher:
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 (its name)
                 end = max(end, record.offset())
             else:
-                _add_epoch(epochs, known, low, high)
-                return FetchedGroup(records, end, nbytes, paused, error, epochs)
+                failure = error
+                break
         _add_epoch(epochs, known, low, high)
-        return FetchedGroup(records, end, nbytes, paused, None, epochs)
+        return FetchedGroup(batches, end, nbytes, paused, failure, unreadable, calls, epochs)
 
     def _hand_over(self, group: FetchedGroup) -> None:
         if self._stopped:

@@ -97,16 +97,14 @@ class QueueLedger:
         self._calls: dict[str, StoredCall] = {}
         self._duplicates: list[int] = []
 
-    def observe(self, offset: int, part: CallPart | None, time_ms: int) -> bool:
-        """Note the record at `offset`. Return False if it is a duplicate, which readers leave out.
+    def observe(self, offset: int, part: CallPart, time_ms: int) -> bool:
+        """Note a record that has a part of a call. Return False if it is a duplicate, which readers leave out.
 
-        All records below `offset` must have been observed. Records may be observed again.
+        All such records below `offset` must have been observed. Records may be observed again.
         """
         if offset < self.position:
             return not self._is_duplicate(offset)
         self.position = offset + 1
-        if part is None:
-            return True
         last = self._calls.get(part.producer)
         if last is None or part.number > last.number:
             self._calls[part.producer] = StoredCall(

@@ -197,11 +197,11 @@ class KafkaLedgers:
                     self._count(queue, records, nbytes)
             ledger.advance(end)
 
-    def observe(self, queue: int, records: Iterable[tuple[int, CallPart | None, int]]) -> list[bool]:
-        """Note records that a receiver has read: offset, part of a call, and time. The ledger's position
-        must not be below the first record. Return for each whether it is to be delivered."""
+    def observe(self, queue: int, calls: Iterable[tuple[int, CallPart, int]]) -> list[int]:
+        """Note the records of calls that a receiver has read: offset, part, and time in milliseconds. All such records
+        below the first one must have been noted. Return the offsets of the late duplicates."""
         ledger = self._queues[queue]
-        return [ledger.observe(offset, part, time_ms) for offset, part, time_ms in records]
+        return [offset for offset, part, time_ms in calls if not ledger.observe(offset, part, time_ms)]
 
     def note_read(self, queue: int, position: int, records: int, nbytes: int) -> None:
         """A receiver has read the queue up to `position`."""

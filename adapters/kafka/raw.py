@@ -8,7 +8,7 @@ from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
 from ...streams.field_limits import MAX_HEADERS, MAX_TIME_US, MIN_TIME_US, check_headers, check_ids
-from ...streams.identity import StreamId
+from ...streams.identity import StreamId, varint
 from .client import KafkaRecord, RecordHeaders
 from .keys import as_base64, record_key, stream_key
 from .ledger import CALL
@@ -30,6 +30,10 @@ _HEADERS_BYTES = 64 + _HEADER_BYTES * (MAX_HEADERS + 2)
 of the id, and the bytes that Kafka adds."""
 KNOWN_KEYS = 1 << 16
 """Largest number of keys whose streams a reader remembers."""
+CHECKED_KEYS = 1 << 12
+"""Number of new keys whose partition is checked. After them, one in `CHECKED_SHARE` is: the check takes as long as all
+else that a record needs."""
+CHECKED_SHARE = 64
 
 
 class RawFormat:
@@ -41,6 +45,9 @@ class RawFormat:
         self._mapper = mapper
         self._max_bytes = max_bytes
         self._streams: dict[tuple[bytes | None, int], StreamId] = {}
+        self._prefix = StreamId(namespace, "").prefix[:-1]
+        """The beginning of the `prefix` of each stream, up to the key's length."""
+        self._new_keys = 0
         self._misplaced = False
 
     # ---- writing ---------------------------------------------------------------------------------------------------
@@ -118,9 +125,16 @@ class RawFormat:
         if stream is None:
             if len(self._streams) >= KNOWN_KEYS:
                 self._streams.clear()
-            stream = self._streams[key_and_partition] = StreamId(self._namespace, stream_key(*key_and_partition))
-            self._check_partition(stream, key_and_partition[1], record.offset())
+            stream = self._streams[key_and_partition] = self._new_stream(stream_key(*key_and_partition))
+            self._new_keys += 1
+            if self._new_keys <= CHECKED_KEYS or not self._new_keys % CHECKED_SHARE:
+                self._check_partition(stream, key_and_partition[1], record.offset())
         return stream
+
+    def _new_stream(self, key: str) -> StreamId:
+        encoded = key.encode()
+        prefix = b"".join((self._prefix, varint(len(encoded)), encoded))
+        return StreamId.of_prefix(self._namespace, key, prefix)
 
     def _check_partition(self, stream: StreamId, partition: int, offset: int) -> None:
         """Report a record in another partition than the partitioner's: subscriptions to its stream alone miss it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
 from confluent_kafka import KafkaError
@@ -13,9 +15,8 @@ from confluent_kafka import KafkaError
 from ...streams.errors import Closed, HeadraceError, StorageError
 from ...streams.events import EventBatch
 from ...streams.wording import counted
-from ..limits import within_limits
 from ..receiving import RETENTION, Bounds, Gap, QueueReceiver, Received
-from .fetching import WAITING_RECORD_BYTES, FetchedGroup, PartitionFetcher
+from .fetching import WAITING_RECORD_BYTES, FetchedGroup, PartitionFetcher, UnreadableRecord, memory_of
 
 log = logging.getLogger("headrace.adapters.kafka")
 
@@ -26,12 +27,13 @@ _POSITION_ERRORS = (
 )
 
 
-class _Step(NamedTuple):
-    """The next part of the queue, up to `end`: a batch, a gap, or no batch."""
+class _WithoutBatch(NamedTuple):
+    """The next part of the queue, up to `end`, has no batch: it is a gap, or has no records."""
 
     end: int
-    batch: EventBatch | None = None
     gap: Gap | None = None
+    memory_bytes: int = 0
+    """What the fetcher counts for it."""
 
 
 class ReceiverQueue(NamedTuple):
@@ -40,8 +42,8 @@ class ReceiverQueue(NamedTuple):
     number: int
     fetch: Callable[[int, Callable[[FetchedGroup], None]], PartitionFetcher]
     """Starts a fetcher at an offset."""
-    note: Callable[[FetchedGroup], Sequence[bool]]
-    """Notes the records of a group in the ledger. Returns which of them to deliver."""
+    note: Callable[[FetchedGroup], Sequence[int]]
+    """Notes the records of a group in the ledger. Returns the offsets of late duplicates, which are left out."""
     bounds: Callable[[], Awaitable[Bounds]]
     check: Callable[[], Awaitable[None]]
     """Raises StorageError if the topic is not the one that was opened."""
@@ -61,9 +63,9 @@ class KafkaReceiver(QueueReceiver):
         self._queue = queue
         self._position = position
         self._on_close = on_close
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[EventBatch | _WithoutBatch] = deque()
         if position < first:
-            self._steps.append(_Step(first, gap=Gap(position, first, RETENTION)))
+            self._steps.append(_WithoutBatch(first, Gap(position, first, RETENTION)))
         self._unchecked = False
         """Whether the topic must be checked before more is delivered."""
         self._error: KafkaError | Exception | None = None
@@ -104,62 +106,84 @@ class KafkaReceiver(QueueReceiver):
     def _next(self, max_events: int, max_bytes: int) -> Received:
         """Return the batches that follow; if there are none, a gap, or a higher position."""
         steps = self._steps
-        if steps[0].batch is None:
-            step = steps.popleft()
-            self._position = step.end
-            return Received((), step.end, step.gap)
-        taken = list(within_limits(self._following(), max_events, max_bytes))
-        for _ in taken:
-            self._position = steps.popleft().end
+        if not isinstance(first := steps[0], EventBatch):
+            steps.popleft()
+            self._position = first.end
+            self._release(first.memory_bytes)
+            return Received((), first.end, first.gap)
+        batches: list[EventBatch] = []
+        for step in steps:
+            if max_events <= 0 or max_bytes <= 0 or not isinstance(step, EventBatch):
+                break
+            batches.append(step)
+            max_events -= step.count
+            max_bytes -= len(step.encoded)
+        for _ in batches:
+            steps.popleft()
+        self._position = batches[-1].offset + 1
         self._pass_offsets_without_records()
-        if self._fetcher is not None:
-            self._fetcher.taken(sum(map(_memory_bytes, taken)))
-        return Received(taken, self._position)
+        self._release(memory_of(batches))
+        return Received(batches, self._position)
 
     def _pass_offsets_without_records(self) -> None:
-        if self._steps and self._steps[0].batch is None and self._steps[0].gap is None:
-            self._position = self._steps.popleft().end
+        if self._steps and isinstance(step := self._steps[0], _WithoutBatch) and step.gap is None:
+            self._steps.popleft()
+            self._position = step.end
 
-    def _following(self) -> Iterator[EventBatch]:
-        for step in self._steps:
-            if step.batch is None:
-                return
-            yield step.batch
+    def _release(self, nbytes: int) -> None:
+        if self._fetcher is not None:
+            self._fetcher.release(nbytes)
 
     def _arrived(self, group: FetchedGroup) -> None:
         """A group of records was fetched."""
         self._unchecked = self._unchecked or group.paused
-        deliver = self._queue.note(group)
-        waiting, add = 0, self._steps.append
-        skipped: list[tuple[int, str]] = []
-        duplicates: list[int] = []
-        for (offset, batch, _, _), wanted in zip(group.records, deliver, strict=True):
-            if not wanted:
-                duplicates.append(offset)
-            elif isinstance(batch, str):
-                skipped.append((offset, batch))
-                add(_Step(offset + 1, gap=Gap(offset, offset + 1, batch)))
-            else:
-                add(_Step(offset + 1, batch))
-                waiting += _memory_bytes(batch)
-        self._log_left_out(skipped, duplicates)
-        reached = self._steps[-1].end if self._steps else self._position
-        if group.end > reached:
-            self._steps.append(_Step(group.end))
-        if self._fetcher is not None:
-            self._fetcher.taken(group.memory_bytes - waiting)
+        duplicates = self._queue.note(group)
+        if duplicates or group.unreadable:
+            self._add_some(group, duplicates)
+        else:
+            self._steps.extend(group.batches)
+        if group.end > self._reached:
+            self._steps.append(_WithoutBatch(group.end))
         self._error = group.error
         if group.error is None:
             self._rejected_position = None
         self._changed.set()
 
-    def _log_left_out(self, skipped: Sequence[tuple[int, str]], duplicates: Sequence[int]) -> None:
+    @property
+    def _reached(self) -> int:
+        """The offset after the last step."""
+        if not self._steps:
+            return self._position
+        last = self._steps[-1]
+        return last.offset + 1 if isinstance(last, EventBatch) else last.end
+
+    def _add_some(self, group: FetchedGroup, duplicates: Sequence[int]) -> None:
+        """Add the batches of a group without its late duplicates, and its unreadable records as gaps."""
+        left_out = set(duplicates)
+        skipped: list[UnreadableRecord] = []
+        waiting = 0
+        for record in merge(group.batches, group.unreadable, key=_offset_of):
+            if record.offset in left_out:
+                continue
+            if isinstance(record, EventBatch):
+                self._steps.append(record)
+                waiting += memory_of((record,))
+            else:
+                skipped.append(record)
+                end = record.offset + 1
+                gap = Gap(record.offset, end, record.reason)
+                self._steps.append(_WithoutBatch(end, gap, WAITING_RECORD_BYTES))
+                waiting += WAITING_RECORD_BYTES
+        self._release(group.memory_bytes - waiting)
+        self._log_left_out(skipped, duplicates)
+
+    def _log_left_out(self, skipped: Sequence[UnreadableRecord], duplicates: Sequence[int]) -> None:
         """Log the records of one group that are not delivered: one line for many."""
         if duplicates:
             count, first = counted(len(duplicates), "late duplicate"), duplicates[0]
             log.info("queue %d: %s from offset %d on left out", self._queue.number, count, first)
         if skipped:
-            (first, reason), last = skipped[0], skipped[-1][0]
+            (first, reason), last = skipped[0], skipped[-1].offset
             more = counted(len(skipped) - 1, "more record")
             others = f", and {more} up to offset {last}, too" if len(skipped) > 1 else ""
             log.error("queue %d, offset %d: %s; it is skipped%s", self._queue.number, first, reason, others)
@@ -218,5 +242,4 @@ class KafkaReceiver(QueueReceiver):
             await fetcher.stopped()
 
 
-def _memory_bytes(batch: EventBatch) -> int:
-    return len(batch.encoded) + WAITING_RECORD_BYTES
+_offset_of = attrgetter("offset")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.adapters.kafka.client import KafkaRecord
 from headrace.adapters.kafka.keys import record_key, stream_key
 from headrace.adapters.kafka.partitioners import PartitionMapper, crc32_partition, murmur2, murmur2_partition
+from headrace.adapters.kafka.raw import CHECKED_KEYS, CHECKED_SHARE, RawFormat
 from headrace.streams.errors import InvalidArgument
+from headrace.streams.events import Event, EventBatch
 from headrace.streams.identity import StreamId
 
 
@@ -78,3 +83,38 @@ def test_mapper_knows_where_the_records_of_a_stream_may_be() -> None:
         assert places(partitioner, "kafka:null:3") == [3]
     with pytest.raises(InvalidArgument, match="partition that the topic does not have"):
         PartitionMapper("any", 7).queue_of(StreamId("t", "kafka:null:7"))
+
+
+class RecordWithKey:
+    """A record without headers, of 1 January 1970."""
+
+    def __init__(self, key: bytes, partition: int) -> None:
+        self.key = lambda: key
+        self.partition = lambda: partition
+        self.value = lambda: b"x"
+        self.offset = lambda: 0
+        self.timestamp = lambda: (1, 0)
+
+
+def test_records_in_unexpected_partitions_are_reported_also_after_many_keys(caplog: pytest.LogCaptureFixture) -> None:
+    mapper = PartitionMapper("murmur2", 2)
+    raw = RawFormat("orders", mapper, 1 << 20)
+
+    def read(keys: range, shift: int) -> None:
+        for number in keys:
+            key = str(number).encode()
+            partition = (murmur2_partition(key, 2) + shift) % 2
+            raw.batch(cast(KafkaRecord, RecordWithKey(key, partition)), None)
+
+    read(range(CHECKED_KEYS + 100), 0)
+    assert not caplog.records
+    read(range(CHECKED_KEYS + 100, CHECKED_KEYS + 100 + CHECKED_SHARE), 1)
+    assert ["partitions in another way" in record.getMessage() for record in caplog.records] == [True]
+
+
+@given(st.text(max_size=20), st.text(max_size=300))
+def test_stream_of_a_record_is_encoded_as_every_stream_of_its_name(namespace: str, key: str) -> None:
+    raw = RawFormat(namespace, PartitionMapper("any", 1), 1 << 20)
+    found = raw.batch(cast(KafkaRecord, RecordWithKey(key.encode(), 0)), None)
+    assert isinstance(found, EventBatch)
+    assert found.encoded == EventBatch.of(StreamId(*found.stream), [Event(b"x", timestamp_us=0)]).encoded

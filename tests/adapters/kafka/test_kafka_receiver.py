@@ -21,8 +21,8 @@ from headrace.adapters.kafka.fetching import (
     GROUP_RECORDS,
     WAITING_RECORD_BYTES,
     FetchedGroup,
-    FetchedRecord,
     PartitionFetcher,
+    UnreadableRecord,
 )
 from headrace.adapters.kafka.formats import PackedFormat, RecordFormat
 from headrace.adapters.kafka.options import KafkaOptions
@@ -31,12 +31,21 @@ from headrace.adapters.kafka.reading import read_in_thread, read_range
 from headrace.adapters.kafka.receiver import KafkaReceiver, ReceiverQueue
 from headrace.adapters.kafka.secrets import ClientSettings
 from headrace.streams.errors import StorageError
+from headrace.streams.events import EventBatch
 from tests.adapters.kafka.opening import ANY, QUICK, ForeignProgram, batch, new_topic, opened, texts
 
 Deliver = Callable[[FetchedGroup], None]
+
+
+def at(offset: int, text: str) -> EventBatch:
+    found = batch(text)
+    found.offset = offset
+    return found
+
+
 REFUSED = FetchedGroup((), 5, 0, False, KafkaError(KafkaError._LOG_TRUNCATION))
 ACCEPTED = FetchedGroup((), 5, 0, False)
-RECORD = FetchedGroup([FetchedRecord(5, batch("five"), None, 0)], 6, 1, False)
+RECORD = FetchedGroup([at(5, "five")], 6, 1, False)
 
 
 @pytest.fixture
@@ -62,8 +71,8 @@ def receiver_over(
 ) -> KafkaReceiver:
     """Return a receiver at offset 5 of a queue that has offsets 0 to 99."""
 
-    def note(group: FetchedGroup) -> Sequence[bool]:
-        return [True] * len(group.records)
+    def note(_: FetchedGroup) -> Sequence[int]:
+        return ()
 
     def ignore(_: object) -> None: ...
 
@@ -78,7 +87,7 @@ class AnsweringFetcher:
         for group in groups:
             asyncio.get_running_loop().call_soon(deliver, group)
 
-    def taken(self, nbytes: int) -> None: ...
+    def release(self, nbytes: int) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -113,7 +122,7 @@ class BrokenFormat(PackedFormat):
 def fetcher(address: str, topic: str, position: int, record_format: RecordFormat, deliver: Deliver) -> PartitionFetcher:
     place = TopicPartition(topic, 0, position)
     return PartitionFetcher(
-        clients_of(address), place, record_format, deliver, partition_tag=b"", waiting_bytes=1 << 20, pause_s=60
+        clients_of(address), place, record_format, deliver, partition_tag=b"", max_waiting_bytes=1 << 20, pause_s=60
     )
 
 
@@ -132,10 +141,10 @@ async def test_an_unexpected_error_while_a_partition_is_read_is_raised(address: 
 
 async def test_memory_of_small_records_that_wait_is_bounded(address: str) -> None:
     """A record of a few bytes takes hundreds of bytes while it waits."""
-    topic, foreign, waiting = new_topic(), ForeignProgram(address), list[FetchedRecord]()
+    topic, foreign, waiting = new_topic(), ForeignProgram(address), list[UnreadableRecord]()
     foreign.make_topic(topic)
     foreign.write(topic, [b"x"] * 20_000)
-    reading = fetcher(address, topic, 0, PackedFormat(0), lambda group: waiting.extend(group.records))
+    reading = fetcher(address, topic, 0, PackedFormat(0), lambda group: waiting.extend(group.unreadable))
     known = -1
     while not waiting or len(waiting) > known:
         known = len(waiting)
@@ -145,6 +154,31 @@ async def test_memory_of_small_records_that_wait_is_bounded(address: str) -> Non
     assert len(waiting) <= (1 << 20) // WAITING_RECORD_BYTES + GROUP_RECORDS + 1
 
 
+async def test_memory_of_unreadable_records_that_wait_for_their_consumer_is_bounded(address: str) -> None:
+    topic, foreign, fetched = new_topic(), ForeignProgram(address), 0
+    foreign.make_topic(topic)
+    foreign.write(topic, [b"x"] * 20_000)
+
+    def fetch(position: int, deliver: Deliver) -> PartitionFetcher:
+        def arrived(group: FetchedGroup) -> None:
+            nonlocal fetched
+            fetched += len(group.unreadable)
+            deliver(group)
+
+        return fetcher(address, topic, position, PackedFormat(0), arrived)
+
+    receiver = receiver_over(fetch, clients_of(address))
+    assert (await receiver.receive(ANY, ANY)).gap
+    known = -1
+    while fetched > known:
+        known = fetched
+        await asyncio.sleep(0.5)
+    assert fetched <= (1 << 20) // WAITING_RECORD_BYTES + GROUP_RECORDS + 2
+    while fetched < 19_995:  # it goes on as the gaps are taken
+        await receiver.receive(ANY, ANY)
+    await receiver.aclose()
+
+
 async def test_a_position_at_the_end_of_a_partition_is_answered(address: str) -> None:
     topic = new_topic()
     async with opened(address, topic) as adapter:
@@ -152,7 +186,7 @@ async def test_a_position_at_the_end_of_a_partition_is_answered(address: str) ->
     arrived: asyncio.Queue[FetchedGroup] = asyncio.Queue()
     reading = fetcher(address, topic, 1, PackedFormat(0), arrived.put_nowait)
     group = await asyncio.wait_for(arrived.get(), 20)
-    assert (group.end, group.records, group.error) == (1, [], None)
+    assert (group.end, group.batches, group.error) == (1, [], None)
     reading.stop()
     await reading.stopped()
 
@@ -271,7 +305,7 @@ async def test_pause_during_a_check_of_the_topic_needs_a_check_of_its_own() -> N
         nonlocal checks
         checks += 1
         if checks == 1:
-            delivers[0](FetchedGroup([FetchedRecord(6, batch("six"), None, 0)], 7, 1, True))
+            delivers[0](FetchedGroup([at(6, "six")], 7, 1, True))
 
     receiver = receiver_over(fetch, clients_of("127.0.0.1:1"), check)
     assert texts((await receiver.receive(ANY, ANY)).batches) == ["five", "six"]
