@@ -24,7 +24,11 @@ _client_log = logging.getLogger("headrace.adapters.kafka.client")
 
 MAX_RECORD_BYTES = 8 << 20
 """Largest record of a topic that the adapter creates, in bytes."""
-FETCH_BYTES = 2 << 20
+FETCH_BYTES = 1 << 20
+FETCHED_RECORDS = 5000
+"""librdkafka fetches no more of a partition while it holds this many records. Each takes about 500 bytes besides its
+value, which its limit in bytes does not count: with its default of 100,000, a silo that caught up on 8 partitions of
+small records took 250 MB more."""
 
 Settings = dict[str, Any]
 _T = TypeVar("_T")
@@ -142,6 +146,7 @@ class KafkaClients:
                     "fetch.message.max.bytes": FETCH_BYTES,
                     "fetch.queue.backoff.ms": 10,
                     "queued.max.messages.kbytes": 8192,
+                    "queued.min.messages": FETCHED_RECORDS,
                     "receive.message.max.bytes": max(MAX_RECORD_BYTES, self._largest) * 4,
                     **(more or {}),
                 },
