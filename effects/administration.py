@@ -12,6 +12,8 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
+    Select,
+    Table,
     and_,
     create_engine,
     delete,
@@ -26,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from ..streams.clock import now_us
 from ..streams.errors import InvalidArgument, NotFound, NotSupported, PayloadTooLarge, StorageError
 from ..streams.identity import SequenceToken, StreamId
-from .failed_events import count_again
+from .failed_events import recount_all
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 from .state import MAX_STATE_BYTES
 
@@ -152,20 +154,20 @@ def _check_file(engine: Engine) -> None:
 def summaries(connection: Connection) -> list[EffectsSummary]:
     """Return summaries of the rows in the database, by origin and subscription."""
     row = positions.c
-    query = select(
-        row.origin, row.subscription, func.count(), func.count(row.state), func.max(row.written_at_us)
-    ).group_by(row.origin, row.subscription)  # fmt: skip
-    rows = connection.execute(query.order_by(row.origin, row.subscription)).all()
-    event = unapplied.c
-    grouped = select(event.origin, event.subscription, event.outcome, func.count()).group_by(
-        *list(event)[:2], event.outcome
-    )
-    failed = {(each[0], each[1], each[2]): each[3] for each in connection.execute(grouped)}
-
-    def count(row: Any, outcome: str) -> int:
-        return failed.get((row[0], row[1], outcome), 0)
-
-    return [EffectsSummary(*row[:4], count(row, UNAPPLIED), count(row, UNKNOWN), row[4]) for row in rows]
+    key = row.origin, row.subscription
+    query = select(*key, func.count(), func.count(row.state), func.max(row.written_at_us)).group_by(*key).order_by(*key)
+    outcome = unapplied.c.origin, unapplied.c.subscription, unapplied.c.outcome
+    failed = {
+        tuple(each[:3]): each[3] for each in connection.execute(select(*outcome, func.count()).group_by(*outcome))
+    }
+    return [
+        EffectsSummary(
+            origin, subscription, streams, states,
+            failed.get((origin, subscription, UNAPPLIED), 0), failed.get((origin, subscription, UNKNOWN), 0),
+            written_at_us,
+        )
+        for origin, subscription, streams, states, written_at_us in connection.execute(query)
+    ]  # fmt: skip
 
 
 def unknown_events(
@@ -179,14 +181,13 @@ def unknown_events(
 
 
 def apply_unknown(connection: Connection, subscription: str | None = None, origin: str | None = None) -> int:
-    """Say that the effects of these events are not applied, so that a redrive applies them. Return their number."""
+    """Mark the unknown events as unapplied, so that a redrive applies them. Return their number."""
     changed = {"outcome": UNAPPLIED, "changed_at_us": now_us()}
     return connection.execute(update(unapplied).where(*_unknown(subscription, origin)).values(changed)).rowcount
 
 
 def _unknown(subscription: str | None, origin: str | None) -> list[ColumnElement[bool]]:
-    given = ((unapplied.c.subscription, subscription), (unapplied.c.origin, origin), (unapplied.c.outcome, UNKNOWN))
-    return [column == value for column, value in given if value is not None]
+    return [unapplied.c.outcome == UNKNOWN, *_matching(unapplied, subscription, origin)]
 
 
 def outboxes(connection: Connection) -> list[OutboxSummary]:
@@ -206,19 +207,22 @@ def states(
     connection: Connection, subscription: str | None = None, origin: str | None = None, *, limit: int = 100
 ) -> list[StoredState]:
     """Return the states that are stored, in the order of their streams."""
-    row = positions.c
-    query = select(positions).where(row.state.is_not(None), *_matching(subscription, origin)).limit(limit)
-    return [_state(each) for each in connection.execute(query.order_by(row.origin, row.subscription, row.stream))]
+    return [_state(row) for row in connection.execute(_select_states(subscription, origin).limit(limit))]
 
 
 def pages_of_states(
     connection: Connection, subscription: str | None = None, origin: str | None = None, *, rows: int
 ) -> Iterator[Sequence[StoredState]]:
-    """Return all states that are stored, so many `rows` at a time, as they are at one moment."""
-    query = select(positions).where(positions.c.state.is_not(None), *_matching(subscription, origin))
-    ordered = query.order_by(positions.c.origin, positions.c.subscription, positions.c.stream)
-    for page in connection.execution_options(yield_per=rows).execute(ordered).partitions():
-        yield [_state(each) for each in page]
+    """Return all states of one snapshot, in pages of `rows`."""
+    query = _select_states(subscription, origin)
+    for page in connection.execution_options(yield_per=rows).execute(query).partitions():
+        yield [_state(row) for row in page]
+
+
+def _select_states(subscription: str | None, origin: str | None) -> Select[Any]:
+    row = positions.c
+    query = select(positions).where(row.state.is_not(None), *_matching(positions, subscription, origin))
+    return query.order_by(row.origin, row.subscription, row.stream)
 
 
 def state(connection: Connection, subscription: str, stream: StreamId, origin: str | None = None) -> StoredState:
@@ -256,7 +260,7 @@ def set_state(
     number = None if value is None else version or (row.state_version if row is not None else None) or 1
     values: dict[str, Any] = {"state": value, "state_version": number, "expires_at_us": None}
     if row is not None:
-        this = and_(positions.c.origin == row.origin, *_matching(subscription, None), positions.c.stream == row.stream)
+        this = and_(*_matching(positions, subscription, row.origin), positions.c.stream == row.stream)
         revision = positions.c.revision + 1
         connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
         return row.generation >= 0
@@ -272,28 +276,26 @@ def prune(connection: Connection, older_than: timedelta, origin: str | None = No
     This also forgets events that were redriven, or whose redrive was refused, before that time.
     """
     row, now = positions.c, now_us()
-    mine = _matching(None, origin)
-    over = and_(row.expires_at_us <= now, *mine)
+    mine = _matching(positions, None, origin)
+    expired = and_(row.expires_at_us <= now, *mine)
     nothing = {"state": None, "state_version": None, "expires_at_us": None, "revision": row.revision + 1}
-    ended = connection.execute(update(positions).where(over).values(nothing)).rowcount
+    ended = connection.execute(update(positions).where(expired).values(nothing)).rowcount
     before = now - older_than // _MICROSECOND
     event = unapplied.c
-    decided = and_(
-        event.changed_at_us < before, event.outcome != UNAPPLIED, *([event.origin == origin] if origin else [])
-    )
+    decided = and_(event.changed_at_us < before, event.outcome != UNAPPLIED, *_matching(unapplied, None, origin))
     connection.execute(delete(unapplied).where(decided))
-    count_again(connection)
+    recount_all(connection)
     idle = and_(row.written_at_us < before, row.state.is_(None), row.unapplied == 0, *mine)
     return ended, connection.execute(delete(positions).where(idle)).rowcount
 
 
-def _matching(subscription: str | None, origin: str | None) -> list[ColumnElement[bool]]:
-    given = ((positions.c.subscription, subscription), (positions.c.origin, origin))
+def _matching(table: Table, subscription: str | None, origin: str | None) -> list[ColumnElement[bool]]:
+    given = ((table.c.subscription, subscription), (table.c.origin, origin))
     return [column == value for column, value in given if value is not None]
 
 
 def _find(connection: Connection, subscription: str, stream: StreamId, origin: str | None) -> Any:
-    this = (*_matching(subscription, origin), positions.c.stream == key_of(stream))
+    this = (*_matching(positions, subscription, origin), positions.c.stream == key_of(stream))
     rows = connection.execute(select(positions).where(*this)).all()
     if len(rows) > 1:
         raise InvalidArgument(
@@ -304,7 +306,7 @@ def _find(connection: Connection, subscription: str, stream: StreamId, origin: s
 
 
 def _only_origin(connection: Connection, subscription: str) -> str:
-    query = select(positions.c.origin).where(*_matching(subscription, None)).distinct()
+    query = select(positions.c.origin).where(*_matching(positions, subscription, None)).distinct()
     origins = connection.execute(query).scalars().all()
     if not origins:
         raise NotFound(f"subscription {subscription!r} has no rows in this database: check its name, or give --origin")

@@ -1,4 +1,4 @@
-"""Applies a batch that a consumer received in a transaction of the user's database."""
+"""Applies the events of a received batch in a transaction of the user's database."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ async def _wait_for_turn(batch: BatchToApply) -> None:
         if loop.time() > ends_at:
             raise InvalidArgument(
                 f"earlier events of the stream of {batch!r} are neither acknowledged nor rejected for "
-                f"{WAIT_FOR_EARLIER_S:g} s: "
-                "apply the batches of a stream one after the other"
+                f"{WAIT_FOR_EARLIER_S:g} s: apply the batches of a stream one after the other"
             )
         await asyncio.sleep(POLL_S)
 

@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported, Unavailable
+from .driver_state import IN_ERROR, cancel_statement, is_in_transaction, reports_aborted, transaction_status
 from .statement_thread import StatementThread
 
 P = ParamSpec("P")
@@ -39,8 +40,6 @@ _SQLITE_OUTAGES = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
 )  # fmt: skip
 """The file is locked, or it or its disk cannot be used."""
-_IDLE, _IN_ERROR = 0, 3
-"""The transaction states `PQTRANS_IDLE` and `PQTRANS_INERROR` of libpq."""
 _ROLLBACK_ONLY = "rollback_only"
 """The mode of a session that never commits the transaction of its connection."""
 
@@ -154,7 +153,7 @@ class ConnectionEffectDatabase(EffectDatabase):
 
 @asynccontextmanager
 async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
-    _connections_of_effects.add(_plain(connection))
+    _connections_of_effects.add(_sync_connection(connection))
     with outages():
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
@@ -164,7 +163,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         finally:
             opened.is_over = True
         await opened.flush()
-        if not tells_aborted(_plain(connection)):
+        if not reports_aborted(_sync_connection(connection)):
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         with outages():
             await root.commit()
@@ -177,13 +176,13 @@ class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
         self._observed = ObservedTransaction(
-            _plain(connection), "tx.connection.begin_nested() or tx.session.begin_nested()"
+            _sync_connection(connection), "tx.connection.begin_nested() or tx.session.begin_nested()"
         )
         self._session: AsyncSession | None = None
         self.is_over = False
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_over(is_over=self.is_over)
+        _check_not_over(is_over=self.is_over)
         self._observed.refuse_ended()
         try:
             return await self._connection.run_sync(function, *args, **kwargs)
@@ -193,7 +192,7 @@ class _GreenletTransaction(EffectTransaction):
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        refuse_over(is_over=self.is_over)
+        _check_not_over(is_over=self.is_over)
         self._observed.refuse_ended()
         try:
             return await self.session.run_sync(function, *args, **kwargs)
@@ -209,12 +208,12 @@ class _GreenletTransaction(EffectTransaction):
 
     @property
     def connection(self) -> AsyncConnection:
-        refuse_over(is_over=self.is_over)
+        _check_not_over(is_over=self.is_over)
         return self._connection
 
     @property
     def session(self) -> AsyncSession:
-        refuse_over(is_over=self.is_over)
+        _check_not_over(is_over=self.is_over)
         if self._session is None:
             self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_ROLLBACK_ONLY)
         return self._session
@@ -302,13 +301,13 @@ class _ThreadedTransaction(EffectTransaction):
         return self._opened
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_over(is_over=self._is_over)
+        _check_not_over(is_over=self._is_over)
         return await self._in_thread(lambda: self._observing(lambda: function(self._connect(), *args, **kwargs)))
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        refuse_over(is_over=self._is_over)
+        _check_not_over(is_over=self._is_over)
         return await self._in_thread(
             lambda: self._observing(lambda: function(self._session_in_transaction(), *args, **kwargs))
         )
@@ -359,7 +358,7 @@ class _ThreadedTransaction(EffectTransaction):
         with connection:
             if commit:
                 self._end_session()
-                if not tells_aborted(connection):
+                if not reports_aborted(connection):
                     connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
                 connection.commit()
 
@@ -370,16 +369,6 @@ class _ThreadedTransaction(EffectTransaction):
     @property
     def session(self) -> AsyncSession:
         raise _only_async("session")
-
-
-def cancel_statement(connection: Connection) -> None:
-    """Cancel the statement that another thread executes on a connection of psycopg or SQLite."""
-    driver = connection.connection.driver_connection
-    for name in ("cancel_safe", "cancel", "interrupt"):
-        cancel = getattr(driver, name, None)
-        if callable(cancel):
-            cancel()
-            return
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
@@ -395,7 +384,7 @@ def _only_async(name: str) -> NotSupported:
     )
 
 
-# ---- what both need --------------------------------------------------------------------------------------------------
+# ---- both kinds of engine --------------------------------------------------------------------------------------------
 
 
 def database_of(engine: Engine | AsyncEngine | AsyncConnection) -> EffectDatabase:
@@ -410,18 +399,6 @@ def database_of(engine: Engine | AsyncEngine | AsyncConnection) -> EffectDatabas
     raise InvalidArgument(f"Effects needs an Engine or an AsyncEngine of SQLAlchemy, not {type(given).__name__}")
 
 
-def check_transactions(connection: Connection) -> None:
-    """Raise InvalidArgument if the engine commits each statement."""
-    driver = cast("Any", connection.connection.dbapi_connection)
-    commits = getattr(driver, "autocommit", False) is True
-    if not commits and connection.dialect.name == "sqlite" and getattr(driver, "isolation_level", "") is None:
-        # A listener of the user may begin the transactions: it is called before the first statement.
-        connection.exec_driver_sql("SELECT 1")
-        commits = is_in_transaction(connection) is False
-    if commits:
-        raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
-
-
 _connections_of_effects = WeakSet[Connection]()
 """Other connections of the user's engine keep the behaviour of their driver."""
 
@@ -433,13 +410,13 @@ def _begin_before_savepoint(connection: Connection, _name: str) -> None:
         connection.exec_driver_sql("BEGIN")
 
 
-def refuse_over(*, is_over: bool) -> None:
+def _check_not_over(*, is_over: bool) -> None:
     """Raise InvalidArgument for the use of a transaction whose handler has returned."""
     if is_over:
         raise InvalidArgument("the transaction is over: await all statements before the handler returns")
 
 
-def _plain(connection: AsyncConnection) -> Connection:
+def _sync_connection(connection: AsyncConnection) -> Connection:
     plain = connection.sync_connection
     assert plain is not None
     return plain
@@ -473,37 +450,14 @@ class ObservedTransaction:
 
     def check(self) -> None:
         """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
-        transaction and the driver tells this: a COMMIT would roll back, and drivers do not report that."""
+        transaction and the driver reports this: a COMMIT would roll back, and drivers do not report that."""
         self.observe()
         self.refuse_ended()
-        if transaction_status(self._connection) == _IN_ERROR:
+        if transaction_status(self._connection) == IN_ERROR:
             raise InvalidArgument(
                 "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
                 f"{self._begin_nested} around such a statement"
             )
-
-
-def transaction_status(connection: Connection) -> int | None:
-    """Return the transaction state of libpq; None if the driver is not psycopg."""
-    info = getattr(connection.connection.driver_connection, "info", None)
-    status = getattr(info, "transaction_status", None)
-    return None if status is None else int(status)
-
-
-def is_in_transaction(connection: Connection) -> bool | None:
-    """Return whether a transaction is open in the database; None if the driver does not tell."""
-    status = transaction_status(connection)
-    if status is not None:
-        return status != _IDLE
-    driver = connection.connection.driver_connection
-    asks = getattr(driver, "is_in_transaction", None)  # asyncpg
-    state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
-    return state if isinstance(state, bool) else None
-
-
-def tells_aborted(connection: Connection) -> bool:
-    """Return whether `ObservedTransaction.check` sees an aborted transaction. SQLite has none."""
-    return connection.dialect.name == "sqlite" or transaction_status(connection) is not None
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from ..streams.errors import Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
-from .database import EffectDatabase, check_transactions, database_of, is_conflict, is_outage, outages, unavailable
+from .database import EffectDatabase, database_of, is_conflict, is_outage, outages, unavailable
+from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
 from .positions import AppliedPosition, EncodedState, StreamPosition
 from .schema import check_dialect, require
@@ -93,20 +94,20 @@ class Effects:
         turn."""
         engine = self.database.engine
         if engine not in _checked:
-            async with self._slots_here():
+            async with self._slots_of_loop():
                 await self._check()
             _checked.add(engine)
 
     async def check(self) -> None:
         """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
         statement, Unavailable if the database cannot be reached. With an AsyncConnection, this waits for its turn."""
-        async with self._slots_here() if self._has_one_connection else nullcontext():
+        async with self._slots_of_loop() if self._has_one_connection else nullcontext():
             await self._check()
 
     async def _check(self) -> None:
         async with self.database.transaction() as transaction:
             with outages():
-                await transaction.call(_check)
+                await transaction.call(_check_database)
 
     def scoped(
         self,
@@ -118,15 +119,15 @@ class Effects:
     ) -> EffectsInScope:
         """Return the effects of one subscription in one queue. Call it on the event loop. Without a handler, only
         `transaction` applies events."""
-        slots = self._slots_here()
+        slots = self._slots_of_loop()
         return EffectsInScope(self.database, self.state, handler, scope, counts=counts, slots=slots, batch=batch)
 
-    def _slots_here(self) -> asyncio.Semaphore:
+    def _slots_of_loop(self) -> asyncio.Semaphore:
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_transactions))
 
 
-def _check(connection: Connection) -> None:
-    check_transactions(connection)
+def _check_database(connection: Connection) -> None:
+    refuse_autocommit(connection)
     require(connection)
 
 
@@ -277,7 +278,7 @@ class EffectsInScope:
                 return
         async with self._opened(events, redriven=False) as opened:
             if opened.events:
-                await self._handle(_only(delivered, opened.events), opened)
+                await self._handle(_unapplied_part(delivered, opened.events), opened)
 
     async def _handle(self, delivered: Event | EventBatch, transaction: Transaction) -> None:
         assert self._handler is not None
@@ -391,7 +392,7 @@ class KnownPositions:
             self._bytes -= len(row.state or b"")
 
 
-def _only(delivered: Event | EventBatch, unapplied: Sequence[Event]) -> Event | EventBatch:
+def _unapplied_part(delivered: Event | EventBatch, unapplied: Sequence[Event]) -> Event | EventBatch:
     """Return the part of a batch that is not applied."""
     if isinstance(delivered, Event) or len(unapplied) == delivered.count:
         return delivered

@@ -78,12 +78,12 @@ class FailedEvents:
                 connection.execute(_ADD, self._row(event, outcome))
             elif identity in after and not self._is_redriven(known[identity]):
                 connection.execute(_SET, self._row(event, UNAPPLIED))
-        self.count(connection)
+        self.update_count(connection)
 
     def add_unknown(self, connection: Connection, event: Event) -> None:
         """Note that a redrive of this event was refused."""
         connection.execute(_ADD, self._row(event, UNKNOWN))
-        self.count(connection)
+        self.update_count(connection)
 
     def mark_applied(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
         """Mark these events as applied, because the position has moved past them. Return those that the caller must
@@ -93,7 +93,7 @@ class FailedEvents:
         for event in unapplied:
             if _identity(event) in known:
                 connection.execute(_SET, self._row(event, APPLIED))
-        self.count(connection)
+        self.update_count(connection)
         return unapplied
 
     def without_redriven(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
@@ -105,12 +105,12 @@ class FailedEvents:
         """Mark a failed event as applied, so that the caller applies it in this transaction (APPLY). Change nothing if
         the decision is another one."""
         if connection.execute(_CLAIM, self._row(event, APPLIED)).rowcount:
-            self.count(connection)
+            self.update_count(connection)
             return RedriveDecision.APPLY
         outcome = connection.execute(_FIND, self._row(event, APPLIED)).scalar()
         return RedriveDecision.DONE if outcome == APPLIED else RedriveDecision.REFUSE
 
-    def count(self, connection: Connection) -> None:
+    def update_count(self, connection: Connection) -> None:
         """Store in the position's row how many failed events of the stream a claim must look up."""
         connection.execute(_COUNT, self._key)
 
@@ -138,7 +138,7 @@ class FailedEvents:
         }  # fmt: skip
 
 
-def count_again(connection: Connection) -> None:
+def recount_all(connection: Connection) -> None:
     """Count the rows of all streams again, after some were deleted."""
     connection.execute(_COUNT_AGAIN)
 

@@ -50,9 +50,11 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
 _NO_IDS = "[]"
 _LANE = "provider = :provider AND lane = :lane"
-_BUSY_LANES = " UNION ALL ".join(
-    f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
-    for lane in range(LANES)
+_BUSY_LANES = text(
+    " UNION ALL ".join(
+        f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
+        for lane in range(LANES)
+    )
 )
 _NEW_LANE = text("""
     INSERT INTO headrace_outbox_lane (provider, lane, producer, number, ids, holder, until_us)
@@ -192,8 +194,8 @@ class OutboxMover:
         self.problem = reason or type(error).__name__
 
     async def move(self) -> int:
-        """Move the rows that are there now. Return the number of batches. If lanes fail, raise the error of one of them
-        when all lanes have ended."""
+        """Move the rows that are there now. Return the number of batches, and count a refusal as one: after 0, no row
+        is left to try. If lanes fail, raise the error of one of them when all lanes have ended."""
         async with self._database.transaction() as transaction:
             with outages():
                 lanes = await transaction.call(self._busy_lanes)
@@ -217,7 +219,7 @@ class OutboxMover:
 
     def _busy_lanes(self, connection: Connection) -> Sequence[int]:
         require(connection)
-        return connection.execute(text(_BUSY_LANES), {"provider": self._target.name}).scalars().all()
+        return connection.execute(_BUSY_LANES, {"provider": self._target.name}).scalars().all()
 
     async def _move_lane(self, lane: int) -> int:
         moved, release = 0, await self._step(lane, None)
@@ -269,8 +271,8 @@ class OutboxMover:
         return {"provider": self._target.name, "lane": lane}
 
     def _lock(self, connection: Connection, lane: int) -> Row[str, int, str, str, int] | None:
-        """Return the row of a lane, which nobody else changes until the transaction ends. None: another process has it,
-        or there is none."""
+        """Lock the row of a lane until the transaction ends, and return it. None: another process has locked it, or
+        there is none."""
         key, dialect = self._key(lane), connection.dialect.name
         if dialect == "sqlite":
             connection.execute(_BEGIN_WRITING, key)

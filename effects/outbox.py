@@ -24,7 +24,7 @@ from ..streams.errors import InvalidArgument, StorageError
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
-from .database import check_transactions
+from .driver_state import refuse_autocommit
 from .schema import check_dialect, key_of, no_tables, outbox
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Outbox:
             _publish_in_session(connection, rows)
             return None
         if isinstance(connection, Connection):
-            check_transactions(connection)
+            refuse_autocommit(connection)
             return insert(connection, rows)
         if isinstance(connection, AsyncConnection):
             return _insert_async(connection, rows)
@@ -267,7 +267,7 @@ def _kind_of(connection: object) -> str:
 
 
 async def _insert_async(connection: AsyncConnection, rows: Sequence[OutboxRow]) -> None:
-    await connection.run_sync(check_transactions)
+    await connection.run_sync(refuse_autocommit)
     await connection.run_sync(insert, rows)
 
 
@@ -284,7 +284,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     if connection.autocommit and connection.info.transaction_status == 0:  # 0 is IDLE: no transaction is open
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
-        return _execute_async(connection, rows)
+        return _insert_by_psycopg_async(connection, rows)
     with _naming_missing_table(), connection.cursor() as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
@@ -312,7 +312,7 @@ async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[Outbo
         await connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
 
 
-async def _execute_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
+async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
     with _naming_missing_table():
         async with connection.cursor() as cursor:
             if len(rows) == 1:
@@ -363,7 +363,7 @@ def _insert_while_committing(session: Session) -> None:
 def _insert_buffered(session: Session, connection: Connection) -> None:
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
     if buffered is not None and buffered.rows:
-        check_transactions(connection)
+        refuse_autocommit(connection)
         insert(connection, buffered.take())
 
 

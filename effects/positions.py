@@ -81,6 +81,9 @@ class EncodedState(NamedTuple):
     expires_at_us: int | None
 
 
+NO_STATE = EncodedState(None, None, None)
+
+
 class StreamPosition:
     """The position of one stream in one scope. Its methods execute statements.
 
@@ -208,7 +211,7 @@ class StreamPosition:
         after = self.after(self.lock(connection), events)
         if after:
             _CLAIM.execute(connection, self._row(token_of(after[0]), token_of(after[-1])))
-            self._failed.count(connection)
+            self._failed.update_count(connection)
 
     def claim_redrive(self, connection: Connection, event: Event) -> RedriveDecision:
         """Mark a failed event as applied, so that the caller applies it in this transaction. Refuse an event without a

@@ -34,7 +34,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.identity import StreamId
-from .database import is_in_transaction
+from .driver_state import is_in_transaction
 
 MAX_KEY = 1000
 """Longest stream that is stored as it is, in characters. PostgreSQL's indexes take keys of up to 2,700 bytes."""
@@ -91,7 +91,7 @@ unapplied = Table(
     Column("changed_at_us", BigInteger, nullable=False, server_default="0"),
 )
 """One row for each event that failed, and may be a dead letter. `outcome` is `unapplied`, `applied` or `unknown`.
-`generation` is that of the last change. The timestamp tells events apart if a queue that lost its end gives offsets
+`generation` is that of the last change. The timestamp distinguishes events if a queue that lost its end gives offsets
 again."""
 
 OUTBOX_ID = BigInteger().with_variant(Integer, "sqlite")

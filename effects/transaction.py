@@ -18,7 +18,7 @@ from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
 from .database import EffectTransaction
 from .outbox import Events, insert, rows_of
-from .positions import AppliedPosition, EncodedState
+from .positions import NO_STATE, AppliedPosition, EncodedState
 from .state import StreamState
 
 P = ParamSpec("P")
@@ -46,17 +46,17 @@ class HandlerState:
     def value(self, value: Any) -> None:
         encoded = self._options.encode(value)
         if encoded is None:
-            self._encoded = EncodedState(None, None, None)
+            self._encoded = NO_STATE
         else:
             self._encoded = EncodedState(encoded, self._options.version, self._options.expires_at_us(now_us()))
         self._value = value
 
     def encoded(self) -> EncodedState:
-        """The state to store: the one that was stored if the handler assigned none."""
+        """Return the state to store: the stored one if the handler assigned none."""
         if self._encoded is not None:
             return self._encoded
         known = self._known
-        return EncodedState(*known[-3:]) if known is not None else EncodedState(None, None, None)
+        return NO_STATE if known is None else EncodedState(known.state, known.state_version, known.expires_at_us)
 
 
 class Transaction:

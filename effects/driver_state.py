@@ -1,0 +1,57 @@
+"""The state of a connection to the user's database, as its driver reports it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from sqlalchemy import Connection
+
+from ..streams.errors import InvalidArgument
+
+_IDLE, IN_ERROR = 0, 3
+"""The transaction states `PQTRANS_IDLE` and `PQTRANS_INERROR` of libpq."""
+
+
+def transaction_status(connection: Connection) -> int | None:
+    """Return the transaction state of libpq; None if the driver is not psycopg."""
+    info = getattr(connection.connection.driver_connection, "info", None)
+    status = getattr(info, "transaction_status", None)
+    return None if status is None else int(status)
+
+
+def is_in_transaction(connection: Connection) -> bool | None:
+    """Return whether a transaction is open in the database; None if the driver does not report it."""
+    status = transaction_status(connection)
+    if status is not None:
+        return status != _IDLE
+    driver = connection.connection.driver_connection
+    asks = getattr(driver, "is_in_transaction", None)  # asyncpg
+    state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
+    return state if isinstance(state, bool) else None
+
+
+def reports_aborted(connection: Connection) -> bool:
+    """Return whether `ObservedTransaction.check` sees an aborted transaction. SQLite has none."""
+    return connection.dialect.name == "sqlite" or transaction_status(connection) is not None
+
+
+def refuse_autocommit(connection: Connection) -> None:
+    """Raise InvalidArgument if the engine commits each statement."""
+    driver = cast("Any", connection.connection.dbapi_connection)
+    commits = getattr(driver, "autocommit", False) is True
+    if not commits and connection.dialect.name == "sqlite" and getattr(driver, "isolation_level", "") is None:
+        # A listener of the user may begin the transactions: it is called before the first statement.
+        connection.exec_driver_sql("SELECT 1")
+        commits = is_in_transaction(connection) is False
+    if commits:
+        raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
+
+
+def cancel_statement(connection: Connection) -> None:
+    """Cancel the statement that another thread executes on a connection of psycopg or SQLite."""
+    driver = connection.connection.driver_connection
+    for name in ("cancel_safe", "cancel", "interrupt"):
+        cancel = getattr(driver, name, None)
+        if callable(cancel):
+            cancel()
+            return
