@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapters.log import LogScan
-from ..adapters.log.blocks import HEADER_BYTES
+from ..adapters.log.blocks import COLUMNS_BYTES, HEADER_BYTES
 from ..adapters.log.scan import StoredBlock, StoredBlocks
 from ..balancer import StreamQueueMapper
 from ..store.datadir import check_provider_name, find_data_directory
@@ -149,6 +149,6 @@ def _block_columns(records: bytes, block: StoredBlock) -> tuple[npt.NDArray[np.i
     batches = block.header.batches
     columns = np.frombuffer(records, "<u4", 3 * batches, block.at + HEADER_BYTES).astype(np.int64)
     sizes, prefixes, counts = columns.reshape(3, batches)
-    ends = np.cumsum(sizes) + (block.at + HEADER_BYTES + 12 * batches)
+    ends = np.cumsum(sizes) + (block.at + HEADER_BYTES + COLUMNS_BYTES * batches)
     offsets = np.arange(block.first, block.first + batches)
     return ends - sizes, ends, prefixes, counts, offsets, np.full(batches, block.header.time_us, np.int64)

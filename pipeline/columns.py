@@ -59,14 +59,14 @@ class ColumnReader:
             try:
                 found = self._record_batch(queue, chunk)
             except InvalidArgument as error:
-                raise CorruptRecord(queue, _damaged(chunk), str(error)) from None
+                raise CorruptRecord(queue, _damaged_offset(chunk), str(error)) from None
             if found is not None:
                 yield found
 
     def _record_batch(self, queue: int, chunk: BatchChunk) -> pa.RecordBatch | None:
         codes = self._streams.codes(chunk)
         if (selected := self._streams.selected(codes)) is not None:
-            chunk, codes = _only(chunk, selected), codes[selected]
+            chunk, codes = _selected_part(chunk, selected), codes[selected]
         if not len(chunk.counts):
             return None
         rows = _Rows(queue, chunk, self._streams, codes)
@@ -121,7 +121,7 @@ def _names(chunk: BatchChunk) -> pa.BinaryArray:
 
 
 def _slices(source: bytes, starts: Integers, ends: Integers) -> pa.BinaryArray:
-    """Pieces of a buffer, each as a value: every second value of an array over all of it, which Arrow then copies."""
+    """Return pieces of a buffer as values: every second value of an array over all of it, which Arrow then copies."""
     bounds = np.empty(2 * len(starts), np.int32)
     bounds[::2], bounds[1::2] = starts, ends
     whole = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(source)])
@@ -133,7 +133,7 @@ def _joined(source: bytes, starts: Integers, ends: Integers) -> pa.Buffer:
     return _slices(source, starts, ends).buffers()[2] or pa.py_buffer(b"")
 
 
-def _only(chunk: BatchChunk, selected: npt.NDArray[np.bool_]) -> BatchChunk:
+def _selected_part(chunk: BatchChunk, selected: npt.NDArray[np.bool_]) -> BatchChunk:
     source, starts, ends, prefixes, counts, offsets, stored_us = chunk
     kept = (values[selected] for values in (starts, ends, prefixes, counts, offsets))
     return BatchChunk(source, *kept, stored_us=None if stored_us is None else stored_us[selected])
@@ -144,7 +144,7 @@ def _encoded(chunk: BatchChunk) -> Iterator[bytes]:
         yield chunk.source[start:end]
 
 
-def _damaged(chunk: BatchChunk) -> int:
+def _damaged_offset(chunk: BatchChunk) -> int:
     """Return the offset of the first batch that cannot be read."""
     for offset, count, encoded in zip(chunk.offsets.tolist(), chunk.counts.tolist(), _encoded(chunk), strict=True):
         try:
@@ -245,7 +245,7 @@ class _Rows:
         return _timestamps(times)
 
     def rare(self, kind: pa.DataType, of_batch: Callable[[EventBatch], Sequence[Any]]) -> pa.Array:
-        """A column that only irregular batches have."""
+        """Return a column that only irregular batches have."""
         if not self.irregular:
             return pa.nulls(self.count, kind)
         values: list[Any] = [None] * self.count

@@ -146,7 +146,7 @@ def _is_like_an_object(line: bytes) -> bool:
 
 
 def _one_object(payload: bytes) -> bytes:
-    """On one line. Raises DecodeError, RecursionError."""
+    """Return a JSON object on one line. Raises DecodeError, RecursionError."""
     if _is_like_an_object(payload) and b"\n" not in payload:
         return payload
     line = msgspec.json.format(payload, indent=-1)

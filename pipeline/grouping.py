@@ -171,7 +171,7 @@ def _dictionary(rows: pa.RecordBatch, name: str) -> tuple[list[str], Integers]:
     """Return the distinct texts of a column, and the number of each row's text among them."""
     column = rows.column(name)
     if column.null_count:
-        row = _first(column.is_null())
+        row = _first_true(column.is_null())
         raise InvalidArgument(
             f"column {name!r}: null in the row {_shown(rows, row)}: every event belongs to a stream, so fill it in, or "
             "filter such rows out"
@@ -204,7 +204,8 @@ class _Columns:
         payload = taken("payload")
         assert payload is not None
         if payload.null_count:
-            refuse(_first(payload.is_null()), "column 'payload': null (filter such rows out, or give an empty payload)")
+            row = _first_true(payload.is_null())
+            refuse(row, "column 'payload': null (filter such rows out, or give an empty payload)")
         self.offsets, self.data = _text_buffers(payload)
         self.sizes = np.diff(self.offsets).astype("<u4")
         self.times = _times(taken("timestamp"), len(order), now_us)
@@ -221,7 +222,7 @@ class _Columns:
         if self.headers is not None:
             at, entries = self.headers.offsets.to_numpy(), self.headers.items
             if entries.null_count:
-                row = int(np.searchsorted(at, _first(entries.is_null()), "right")) - 1
+                row = int(np.searchsorted(at, _first_true(entries.is_null()), "right")) - 1
                 refuse(row, "column 'headers': a null value (leave that header out)")
             each = _lengths(self.headers.keys) + _lengths(entries) + _HEADER_BYTES
             extra[1:] += np.diff(np.concatenate([[0], np.cumsum(each)])[at])
@@ -269,7 +270,7 @@ def _lengths(column: Array) -> Integers:
     return pc.call_function("binary_length", [column]).fill_null(0).to_numpy().astype(np.int64)
 
 
-def _first(mask: Array) -> int:
+def _first_true(mask: Array) -> int:
     """Return the position of the first True."""
     return mask.index(True).as_py()
 
@@ -390,7 +391,7 @@ def _times_of(times: Integers, starts: Integers, counts: Integers) -> tuple[Inte
 
 
 def _rare(columns: _Columns, starts: Integers, counts: Integers) -> list[bytes]:
-    """The columns of ids and headers of each batch, empty where none of its events has any."""
+    """Return the columns of ids and headers of each batch, empty if none of its events has any."""
     ids, headers = columns.ids, columns.headers
     if ids is None and headers is None:
         return [b""] * len(starts)
@@ -411,7 +412,7 @@ def _rare(columns: _Columns, starts: Integers, counts: Integers) -> list[bytes]:
 
 
 def _indexes(counts: Integers) -> Integers:
-    """0, 1, … for each of the counts, one after the other."""
+    """Return 0, 1, … for each of the counts, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
 

@@ -19,7 +19,7 @@ _ADVICE = (
 )
 INSTALLED = Path("/usr/lib/jvm")
 """The folder of Debian's Javas."""
-_ANSWERS_WITHIN_S = 60
+_ANSWER_TIMEOUT_S = 60
 
 
 class JavaInstallation(NamedTuple):
@@ -42,17 +42,17 @@ def find_java(installed: Path = INSTALLED) -> JavaInstallation:
     if chosen := os.environ.get("JAVA_HOME"):
         return _checked(chosen)
     on_path = shutil.which("java")
-    first = ask(Path(on_path)) if on_path else None
+    first = inspect_java(Path(on_path)) if on_path else None
     if first and first.version >= LEAST:
         return first
-    if others := [java for java in map(ask, installed.glob("*/bin/java")) if java and java.version >= LEAST]:
+    if others := [java for java in map(inspect_java, installed.glob("*/bin/java")) if java and java.version >= LEAST]:
         return min(others, key=lambda java: java.version)
     if first:
         raise NotFound(f"Spark needs Java {LEAST}, and {first.home} is Java {first.version}: {_ADVICE}")
     raise NotFound(f"Spark needs Java, and there is none on PATH or in {installed}: {_ADVICE}")
 
 
-def ask(program: Path) -> JavaInstallation | None:
+def inspect_java(program: Path) -> JavaInstallation | None:
     """Run the program `java` and return its home and version. On PATH it may be a link or a script outside of its home.
 
     None: it cannot be run, or is no Java.
@@ -60,7 +60,7 @@ def ask(program: Path) -> JavaInstallation | None:
     command = (str(program), "-XshowSettings:properties", "-version")
     try:
         answer = subprocess.run(  # noqa: S603 (a program of PATH, of JAVA_HOME or of the system)
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=_ANSWERS_WITHIN_S
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=_ANSWER_TIMEOUT_S
         ).stderr
     except (OSError, subprocess.SubprocessError):
         return None
@@ -70,7 +70,7 @@ def ask(program: Path) -> JavaInstallation | None:
 
 
 def _checked(home: str) -> JavaInstallation:
-    java = ask(Path(home, "bin", "java"))
+    java = inspect_java(Path(home, "bin", "java"))
     if java is None:
         raise NotFound(f"JAVA_HOME={home} has no bin/java that runs: {_ADVICE}")
     if java.version < LEAST:

@@ -131,6 +131,19 @@ def check_names(given: Mapping[str, str], known: Sequence[str]) -> None:
             raise InvalidArgument(f"option {name!r} is unknown: there are {', '.join(known)}")
 
 
+def as_texts(options: Mapping[str, object]) -> dict[str, str]:
+    """Return options of a Python call as Spark passes them on: as texts."""
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+
+
+def job_options(job: str, options: Mapping[str, object], known: Sequence[str]) -> dict[str, str]:
+    """Return the options of a job as texts, by their names in `known`. Raise InvalidArgument for an unknown one."""
+    names = {name.lower(): name for name in known}
+    if wrong := next((name for name in options if name.lower() not in names), None):
+        raise InvalidArgument(f"option {wrong!r} is not for {job}: it takes {', '.join(known)}")
+    return {names[name.lower()]: text for name, text in as_texts(options).items()}
+
+
 def _positive(name: str, value: str | None) -> int | None:
     if value is None:
         return None
@@ -204,7 +217,7 @@ def _columns(value: str | None, decoded: bool) -> Sequence[str]:
 
 
 def _position_option(name: str, prefix: str, options: Mapping[str, str], selector: Selector) -> Position | None:
-    """The position that one of the three options gives, such as `start`, `startingOffsets` and `startingTimestamp`."""
+    """Return the position that one of three options gives: `start`, `startingOffsets` or `startingTimestamp`."""
     offsets, timestamp = f"{prefix}Offsets", f"{prefix}Timestamp"
     given = [option for option in (name, offsets, timestamp) if option.lower() in options]
     if not given:

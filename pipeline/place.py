@@ -84,6 +84,11 @@ class ProviderPlace(NamedTuple):
         """Without the token."""
         return f"ProviderPlace({self.data or self.server!r}, {self.provider!r})"
 
+    def identity(self) -> dict[str, str | None]:
+        """Return the values that identify the provider, as jobs store them."""
+        where = {"server": self.server} if self.data is None else {"data": str(Path(self.data).resolve())}
+        return {**where, "provider": self.provider}
+
     def connection(self) -> GrpcTransport:
         """Return a connection to the silos of `server` that is not open yet. Raise InvalidArgument."""
         from ..client.connection import GrpcTransport  # noqa: PLC0415 (it loads grpc)

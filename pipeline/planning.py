@@ -46,16 +46,16 @@ def plan(wanted: Sequence[tuple[QueueRange, int]], per_partition: int | None = N
     per_partition = per_partition or min(max(sum(events for _, events in wanted) // _PARTITIONS, _FEWEST), _MOST)
     partitions: list[list[QueueRange]] = []
     small: list[QueueRange] = []
-    room = per_partition
+    left = per_partition
     for whole, events in wanted:
         if events >= per_partition:
             partitions += [[piece] for piece in _cut(whole, -(-events // per_partition))]
             continue
-        if events > room and small:
+        if events > left and small:
             partitions.append(small)
-            small, room = [], per_partition
+            small, left = [], per_partition
         small.append(whole)
-        room -= events
+        left -= events
     return [*partitions, small] if small else partitions
 
 

@@ -81,7 +81,7 @@ def _lag(source: Mapping[str, Any]) -> int | None:
 
 
 def _offsets(text: str | None) -> dict[str, int] | None:
-    """The next offset of each queue. None: the text is not of this source."""
+    """Return the next offset of each queue. None: the text is not of this source."""
     offset: Any = json.loads(text) if text else None
     if not isinstance(offset, dict) or _STREAMS not in offset:
         return None
@@ -89,7 +89,7 @@ def _offsets(text: str | None) -> dict[str, int] | None:
 
 
 def resolve(option: str, position: Position, selector: Selector, access: QueueAccess) -> list[int]:
-    """The position in each queue. A queue that is not named is read from the earliest one, or up to the latest.
+    """Return the position in each queue. A queue that is not named is read from the earliest one, or up to the latest.
 
     Raise InvalidArgument, naming the option (`start` or `end`), for a position beyond the end of a queue.
     """

@@ -83,7 +83,7 @@ def last_number(batch: int) -> int:
 class PublishDestination(Protocol):
     """A provider that the sink publishes to."""
 
-    ahead: int
+    max_pending: int
     """How many calls may be under way at a time."""
 
     async def last_sequence(self, producer: str) -> int: ...
@@ -96,7 +96,7 @@ class PublishDestination(Protocol):
 class EmbeddedDestination:
     """A provider on a data directory, opened in this process."""
 
-    ahead = 2
+    max_pending = 2
 
     def __init__(self, provider: EmbeddedProvider) -> None:
         self._provider = provider
@@ -129,7 +129,7 @@ class EmbeddedDestination:
 class SiloDestination:
     """A provider of a silo."""
 
-    ahead = 1
+    max_pending = 1
 
     def __init__(self, connection: Transport, provider: str) -> None:
         self._connection = connection
@@ -245,13 +245,13 @@ class BatchPublisher:
                 begun = self._folder.pending(batch)
                 if not begun:
                     return
-                patience.moved_to(stored)
+                patience.note_stored(stored)
                 self._check_known(begun[0].batch, stored)
                 if stored < last_number(begun[0].batch):
                     await self._publish(begun[0], stored)
                 self._folder.finish(begun[0].batch)
             except HeadraceError as error:
-                await patience.after(error)
+                await patience.pause_or_raise(error)
             except FileNotFoundError as error:
                 if self._folder.done() < batch:  # otherwise another process published it and removed the file
                     raise NotFound(f"'{error.filename}', which was staged, is gone: it cannot be published") from None
@@ -276,7 +276,7 @@ class BatchPublisher:
             for number, chunk in calls:
                 if number <= stored:
                     continue
-                if len(under_way) >= self._destination.ahead:
+                if len(under_way) >= self._destination.max_pending:
                     await under_way.popleft()
                 sequence = ProducerSequence(self._producer, number, stored)
                 under_way.append(asyncio.ensure_future(self._destination.store(chunk, sequence)))
@@ -296,13 +296,13 @@ class _Patience:
         self._backoff = reconnect_backoff()
         self._until = 0.0
 
-    def moved_to(self, stored: int) -> None:
+    def note_stored(self, stored: int) -> None:
         """Note the last stored number. Progress resets the failures."""
         if stored != self._stored:
             self._stored = stored
             self._backoff.reset()
 
-    async def after(self, error: HeadraceError) -> None:
+    async def pause_or_raise(self, error: HeadraceError) -> None:
         """Wait before the next attempt, or raise `error`."""
         now = asyncio.get_running_loop().time()
         pause_s = self._backoff.next_s()

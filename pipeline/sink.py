@@ -26,7 +26,7 @@ from ..streams.delays import check_delays
 from ..streams.errors import InvalidArgument, NotFound
 from ..streams.identity import StreamId, unquote
 from .grouping import RowGrouping
-from .options import check_names
+from .options import as_texts, check_names
 from .place import OPTIONS as PLACE_OPTIONS
 from .place import ProviderPlace
 from .publishing import MAX_BATCH_NUMBER, commit
@@ -68,14 +68,14 @@ class SinkOptions(NamedTuple):
 
 
 def batch_writer(options: Mapping[str, str], schema: spark.StructType, overwrite: bool) -> BatchWriter:
-    """The writer of `df.write.format("headrace").mode("append")`. Raises InvalidArgument for options and columns."""
+    """Return the writer of `df.write.format("headrace").mode("append")`. Raise InvalidArgument."""
     if overwrite:
         raise InvalidArgument("mode 'overwrite': streams are append only: use mode('append')")
     return BatchWriter(_sink_options(options, schema, streaming=False))
 
 
 def stream_writer(options: Mapping[str, str], schema: spark.StructType, overwrite: bool) -> StreamWriter:
-    """The writer of `df.writeStream.format("headrace")`. Raises InvalidArgument for options and columns."""
+    """Return the writer of `df.writeStream.format("headrace")`. Raise InvalidArgument."""
     if overwrite:
         raise InvalidArgument(
             "output mode 'complete': streams are append only: use outputMode('append'), or outputMode('update') with "
@@ -91,13 +91,11 @@ def publish_batch(frame: DataFrame, batch_id: int, **options: object) -> None:
     `options` are the sink's. `txnAppId` names the query: always the same name for this query, and another name
     for every other query and every other frame of this query. Raise InvalidArgument if `txnAppId` is missing.
     """
-    given = {name.lower() for name in options}
-    if "txnappid" not in given:
-        raise InvalidArgument("option 'txnAppId' is missing: name the query, else a repeated batch is published twice")
-    if "txnversion" in given:
+    _check_app_given(options)
+    if "txnversion" in map(str.lower, options):
         raise InvalidArgument("option 'txnVersion' is the batch's id here: leave it out")
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
-    frame.write.format("headrace").mode("append").options(**texts).option("txnVersion", str(batch_id)).save()
+    given = {**as_texts(options), "txnVersion": str(batch_id)}
+    frame.write.format("headrace").mode("append").options(**given).save()
 
 
 def publisher(**options: object) -> Callable[[DataFrame, int], None]:
@@ -105,13 +103,17 @@ def publisher(**options: object) -> Callable[[DataFrame, int], None]:
 
     query.writeStream.outputMode("update").foreachBatch(publisher(data="data", txnAppId="totals"))
     """
-    if "txnappid" not in {name.lower() for name in options}:
-        raise InvalidArgument("option 'txnAppId' is missing: name the query, else a repeated batch is published twice")
+    _check_app_given(options)
 
     def publish(frame: DataFrame, batch_id: int) -> None:
         publish_batch(frame, batch_id, **options)
 
     return publish
+
+
+def _check_app_given(options: Mapping[str, object]) -> None:
+    if "txnappid" not in map(str.lower, options):
+        raise InvalidArgument("option 'txnAppId' is missing: name the query, else a repeated batch is published twice")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Streams as a PySpark data source: `spark.read.format("headrace")`, `spark.readStream.format("headrace")`.
 
 Spark makes a `HeadraceSource` in the driver, asks it for a reader, and sends the pickled reader to the executors.
-So a reader holds only options, and each process opens the queues itself (`Place.open`).
+So a reader holds only options, and each process opens the queues itself (`ProviderPlace.open`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class HeadraceSource(DataSource):
 
 
 def _table_options(given: Mapping[str, str]) -> dict[str, str] | None:
-    """The OPTIONS of a CREATE TABLE. None: the options are of `spark.read` and its like.
+    """Return the OPTIONS of a CREATE TABLE. None: the options are of `spark.read` and its like.
 
     Spark passes each option of a table twice, the second time as `option.NAME`, among properties of its own.
     """
@@ -116,7 +116,7 @@ def _quoted(text: str) -> str:
 
 
 def _options_in(schema: StructType) -> Mapping[str, str]:
-    """The options of the table that is read, see `HeadraceSource.schema`."""
+    """Return the options of the table that is read, see `HeadraceSource.schema`."""
     comments = [str((field.metadata or {}).get("comment", "")) for field in schema.fields]
     return next((json.loads(text.removeprefix(_COMMENT)) for text in comments if text.startswith(_COMMENT)), {})
 

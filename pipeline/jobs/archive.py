@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from ...streams.errors import DataDirectoryError, InvalidArgument, OffsetsGone
 from ..columns import DEFAULT
-from ..options import source_options
+from ..options import job_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
 from ..planning import estimated_events, ranges
@@ -133,23 +133,14 @@ class _Source(NamedTuple):
     @classmethod
     def of(cls, options: Mapping[str, object]) -> _Source:
         """Raise InvalidArgument for other options."""
-        given = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
-        allowed = {name.lower() for name in (*PLACE_OPTIONS, "namespace", "key")}
-        if wrong := next((name for name in given if name.lower() not in allowed), None):
-            raise InvalidArgument(
-                f"option {wrong!r} is not for an archive: it takes {', '.join(PLACE_OPTIONS)}, namespace, key"
-            )
+        given = job_options("an archive", options, (*PLACE_OPTIONS, "namespace", "key"))
         source_options(given)
         return cls(ProviderPlace.of(given), given)
 
     def identity(self, queues: int) -> dict[str, Any]:
         """Return the values that identify this provider and these streams."""
-        where = (
-            {"server": self.place.server} if self.place.data is None else {"data": str(Path(self.place.data).resolve())}
-        )
-        return where | {
-            "provider": self.place.provider, "queues": queues, "streams": source_options(self.options).selector.pattern,
-        }  # fmt: skip
+        streams = source_options(self.options).selector.pattern
+        return {**self.place.identity(), "queues": queues, "streams": streams}
 
 
 def _started(opened: Archive, source: _Source, access: QueueAccess) -> ArchiveState:
@@ -157,7 +148,7 @@ def _started(opened: Archive, source: _Source, access: QueueAccess) -> ArchiveSt
     identity = source.identity(access.queues)
     if opened.state is None:
         # From the first retained offset: events that retention removed before the archive began are no gap.
-        opened.replace(ArchiveState(identity, [state.first for state in access.states()]))
+        opened.replace_state(ArchiveState(identity, [state.first for state in access.states()]))
     assert opened.state is not None
     if dict(opened.state.source) != identity:
         raise InvalidArgument(
@@ -247,7 +238,9 @@ class _Run:
     def compact(self, small_files: int) -> int:
         """Compact small files. Return their number; 0 while another process reads, which would see events twice."""
         some = [
-            (each, small) for each in self._archive.partitions() if len(small := _small(each)) >= max(small_files, 2)
+            (each, small)
+            for each in self._archive.day_directories()
+            if len(small := _small(each)) >= max(small_files, 2)
         ]
         return sum(self._compact(chosen) for chosen in _portions(some))
 
@@ -306,6 +299,7 @@ def _gone(queue: int, start: int, first: int) -> OffsetsGone:
 
 
 def by_queue(offsets: Sequence[int]) -> str:
+    """Return offsets as the option `start` or `end` of the source."""
     return json.dumps({str(queue): offset for queue, offset in enumerate(offsets)})
 
 

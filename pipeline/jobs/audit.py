@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...streams.errors import InvalidArgument
 from ...streams.subscriptions import Start
+from ..options import job_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from .comparing import SubscriptionComparison, read_deliveries
 from .findings import LIMIT, AuditResult, SubscriptionAudit
@@ -52,11 +52,7 @@ def audit(
     are done, and the number of all. Raise NotFound for an unknown subscription, InvalidArgument for a `delivered`
     without these columns.
     """
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
-    known = {name.lower() for name in PLACE_OPTIONS}
-    if wrong := next((name for name in texts if name.lower() not in known), None):
-        raise InvalidArgument(f"option {wrong!r} is not for an audit: it takes {', '.join(PLACE_OPTIONS)}")
-    published = PublishedEvents.of(spark, texts, archive)
+    published = PublishedEvents.of(spark, job_options("an audit", options, PLACE_OPTIONS), archive)
     snapshots = asyncio.run(read_snapshots(published.place, subscriptions))
     ledger = None if delivered is None else read_deliveries(spark, delivered, [snapshot.name for snapshot in snapshots])
     found: list[SubscriptionAudit] = []

@@ -93,10 +93,10 @@ class SubscriptionComparison:
 
     def run(self, ledger: DataFrame | None) -> SubscriptionAudit:
         snapshot = self._snapshot
-        own = None if ledger is None else _own(ledger, snapshot.name)
+        own = None if ledger is None else _of_subscription(ledger, snapshot.name)
         starts = self._starts(own)
         columns = ("timestamp", "payload") if snapshot.letters else ()
-        events = self._published.events(snapshot.definition.selector, *columns).where(_from(starts))
+        events = self._published.events(snapshot.definition.selector, *columns).where(_from_starts(starts))
         if snapshot.letters:
             events = _with_letters(events, self._letters())
         else:
@@ -138,7 +138,7 @@ class SubscriptionComparison:
         Left out are events that retention removed, and events published since the ends of the queues were read.
         """
         ends = of_queue(self._published.ends)
-        there = ((F.col("offset") < ends) & _from(starts)) | self._never_published(ledger)
+        there = ((F.col("offset") < ends) & _from_starts(starts)) | self._never_published(ledger)
         for queue, ranges in self._published.gone.items():
             for low, high in ranges:
                 there &= ~((F.col("queue") == queue) & (F.col("offset") >= low) & (F.col("offset") < high))
@@ -168,7 +168,7 @@ class SubscriptionComparison:
         given = given.join(F.broadcast(self._behind()), ["queue", "namespace", "key"], "left")
         given = given.join(F.broadcast(self._gaps()), "queue", "left")
         kind, filtered = F.col("kind"), self._snapshot.definition.filter is not None
-        named = given.withColumn("gap", _gap()).withColumn("done", self._done())
+        named = given.withColumn("gap", _gap_reason()).withColumn("done", self._done())
         named = named.withColumn("kind", _kind(compared=ledger is not None, filtered=filtered))
         of_kind = F.when(kind == DEAD, F.col("letter")).when(kind == SKIPPED, F.coalesce("skip", "gap"))
         for name, text in _REASONS.items():
@@ -214,7 +214,7 @@ class SubscriptionComparison:
 
     def _skipped(self) -> DataFrame:
         """Return the gap records of single events: a subscription that skips failed events may have many."""
-        rows = [(gap.queue, *gap.low, gap.reason) for gap in self._snapshot.gaps if _of_one(gap)]
+        rows = [(gap.queue, *gap.low, gap.reason) for gap in self._snapshot.gaps if _has_one_event(gap)]
         return self._frame(pa.schema([*_PLACE, ("skip", pa.string())]), rows).dropDuplicates(
             ["queue", "offset", "index"]
         )
@@ -226,7 +226,7 @@ class SubscriptionComparison:
         schema = pa.schema([("queue", pa.int32()), ("gaps", pa.list_(pa.struct([*fields, *ends])))])
         by_queue: dict[int, list[dict[str, object]]] = {}
         for gap in self._snapshot.gaps:
-            if not _of_one(gap):
+            if not _has_one_event(gap):
                 stream = (None, None) if gap.stream is None else gap.stream
                 values = (*stream, gap.reason, *gap.low, *gap.high)
                 by_queue.setdefault(gap.queue, []).append(
@@ -255,12 +255,12 @@ class SubscriptionComparison:
         ]  # fmt: skip
 
 
-def _own(ledger: DataFrame, name: str) -> DataFrame:
+def _of_subscription(ledger: DataFrame, name: str) -> DataFrame:
     """Return the deliveries of a subscription. Rows without one are of the only subscription."""
     return ledger.where(F.coalesce(F.col("subscription"), F.lit(name)) == name)
 
 
-def _from(starts: Sequence[SequenceToken]) -> Column:
+def _from_starts(starts: Sequence[SequenceToken]) -> Column:
     offset, first = F.col("offset"), of_queue([start.offset for start in starts])
     index = of_queue([start.index for start in starts])
     return (offset > first) | ((offset == first) & (F.col("index") >= index))
@@ -274,12 +274,12 @@ def _with_letters(events: DataFrame, letters: DataFrame) -> DataFrame:
     return identified.join(letters, identity, "left").drop("timestamp_us", "checksum")
 
 
-def _of_one(gap: GapRecord) -> bool:
+def _has_one_event(gap: GapRecord) -> bool:
     """Return whether a gap record is of one event."""
     return gap.stream is not None and gap.high == SequenceToken(gap.low.offset, gap.low.index + 1)
 
 
-def _gap() -> Column:
+def _gap_reason() -> Column:
     """Return the reason of the gap record that has the row's event."""
     at = F.struct(F.col("offset"), F.col("index").cast("long").alias("index"))
     namespace, key = F.col("namespace"), F.col("key")
@@ -309,10 +309,10 @@ def lost_ranges(snapshot: SubscriptionSnapshot, starts: Sequence[int], gone: Ran
     """Return the offsets that are gone, were not done, and are in no gap record."""
     found: list[AuditFinding] = []
     for queue, at in sorted(snapshot.checkpoints.items()):
-        told_of = [(gap.low.offset, gap.high.offset) for gap in snapshot.gaps if gap.queue == queue and not gap.stream]
+        recorded = [(gap.low.offset, gap.high.offset) for gap in snapshot.gaps if gap.queue == queue and not gap.stream]
         undone = max(starts[queue], at.watermark)
         for low, high in gone.get(queue, ()):
-            for begin, end in without((max(low, undone), high), told_of):
+            for begin, end in without((max(low, undone), high), recorded):
                 first, last = SequenceToken(begin), SequenceToken(end - 1)
                 found.append(AuditFinding(MISSING, None, None, queue, first, last, None, _REMOVED))
     return found

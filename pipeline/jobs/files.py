@@ -155,7 +155,7 @@ class Archive:
             self._finish(intent)
         return len(moves)
 
-    def replace(self, state: ArchiveState) -> None:
+    def replace_state(self, state: ArchiveState) -> None:
         """Replace the state. The files stay."""
         with _file_errors(self.path):
             write_json(self.path / _OWN / _STATE, state)
@@ -168,7 +168,7 @@ class Archive:
         except Busy:
             return None
 
-    def partitions(self) -> Iterator[DayDirectory]:
+    def day_directories(self) -> Iterator[DayDirectory]:
         """Yield all directories of events."""
         for namespace in sorted(self.path.glob("namespace=*")):
             for day in sorted(namespace.glob("date=*")):

@@ -46,8 +46,8 @@ class TimedEvent(NamedTuple):
     """Namespace, key, payload, headers, id, timestamp in microseconds."""
 
 
-class ChunkLimits(NamedTuple):
-    """The limits of a chunk: the same for a whole replay."""
+class ReplayChunkLimits(NamedTuple):
+    """The limits of a chunk of events. They stay the same for a whole replay."""
 
     events: int
     tick_us: int
@@ -63,18 +63,18 @@ class ReplayPace(NamedTuple):
     """Events per second."""
 
     @property
-    def cut(self) -> ChunkLimits:
+    def chunk_limits(self) -> ReplayChunkLimits:
         """Return the limits of chunks of a tenth of a second."""
         if self.rate is not None:
-            return ChunkLimits(min(max(int(self.rate / 10), 1), 500), 0)
-        return ChunkLimits(1000, max(int(100_000 * (self.speed or 1)), 1))
+            return ReplayChunkLimits(min(max(int(self.rate / 10), 1), 500), 0)
+        return ReplayChunkLimits(1000, max(int(100_000 * (self.speed or 1)), 1))
 
     def due_s(self, events: int, original_us: int) -> float:
         """Return when an event is due, in seconds from the start: after so many events, or so much original time."""
         return events / self.rate if self.rate is not None else original_us / 1_000_000 / (self.speed or 1)
 
 
-def cut(events: Iterable[TimedEvent], by: ChunkLimits) -> Iterator[list[TimedEvent]]:
+def cut(events: Iterable[TimedEvent], by: ReplayChunkLimits) -> Iterator[list[TimedEvent]]:
     """Cut events into chunks. Pure: from the start of any chunk on, the rest is cut in the same way."""
     chunk: list[TimedEvent] = []
     for event in events:
@@ -86,7 +86,7 @@ def cut(events: Iterable[TimedEvent], by: ChunkLimits) -> Iterator[list[TimedEve
         yield chunk
 
 
-def _tick(event: TimedEvent, by: ChunkLimits) -> int:
+def _tick(event: TimedEvent, by: ReplayChunkLimits) -> int:
     return event.place.due_us // by.tick_us if by.tick_us else 0
 
 

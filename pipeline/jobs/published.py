@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +14,7 @@ from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Selector
 from ...streams.wording import counted
 from ..place import ProviderPlace
-from .archive import read_archive
+from .archive import by_queue, read_archive
 from .failures import headrace_error
 from .files import ArchiveState, read_state
 from .findings import PUBLISHED_TWICE, AuditFinding
@@ -68,7 +67,7 @@ class PublishedEvents(NamedTuple):
     def _logged(self, selector: Selector, columns: Sequence[str]) -> DataFrame:
         namespace, _, key = selector.pattern.partition("/")
         chosen = {"namespace": namespace, "key": key, "columns": ",".join(columns)}
-        ranges = {"start": _by_queue(self.firsts), "end": _by_queue(self.ends)}
+        ranges = {"start": by_queue(self.firsts), "end": by_queue(self.ends)}
         reader = self.spark.read.format("headrace").options(**self.options, **chosen, **ranges)
         frame = reader.load()
         if not set("*?") & set(namespace):
@@ -123,10 +122,6 @@ class _Matches:
 
     def __call__(self, namespace: str, key: str) -> bool:
         return Selector(self._pattern).matcher()(StreamId(namespace, key))
-
-
-def _by_queue(offsets: Sequence[int]) -> str:
-    return json.dumps({str(queue): offset for queue, offset in enumerate(offsets)})
 
 
 def of_queue(values: Sequence[int]) -> Column:

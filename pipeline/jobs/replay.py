@@ -29,7 +29,7 @@ from ...streams.errors import DefinitionConflict, InvalidArgument, NotFound
 from ...streams.identity import StreamId, unquote
 from ...streams.private_files import make_directory
 from ...streams.subscriptions import Selector
-from ..options import selector_options, source_options
+from ..options import job_options, selector_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
 from ..publishing import open_destination, producer_of
@@ -38,7 +38,7 @@ from ..staging import StagingFolder, staging_directory
 from .archive import Progress, by_queue, read_archive
 from .failures import headrace_error
 from .files import ArchiveLock, lock_for_reading, read_json, read_state, write_json
-from .pacing import ChunkLimits, EventPosition, PacedProgress, ReplayPace, TimedEvent, cut, publish
+from .pacing import EventPosition, PacedProgress, ReplayChunkLimits, ReplayPace, TimedEvent, cut, publish
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -74,7 +74,7 @@ class ReplayPlan(msgspec.Struct):
     """The ends of each step, by queue. The first ones are the start of the replay."""
     counts: Sequence[int]
     """Events of each step."""
-    cut: ChunkLimits
+    cut: ReplayChunkLimits
     """At a chosen speed: limits of the chunks. They stay if the replay goes on at another speed."""
     done: int = 0
     """Steps that are published. At a chosen speed: 0, and the number of steps after the last event."""
@@ -139,14 +139,16 @@ class _Task(NamedTuple):
     ) -> _Task:  # fmt: skip
         """Raise InvalidArgument for wrong arguments."""
         archived = Path(source).absolute() if isinstance(source, str | Path) else None
-        given = {} if isinstance(source, str | Path) else _texts(source, PLACE_OPTIONS) | selector_options(streams)
-        to = _texts(options, (*PLACE_OPTIONS, "staging"))
+        given: dict[str, str] = {}
+        if not isinstance(source, str | Path):
+            given = job_options("a replay", source, PLACE_OPTIONS) | selector_options(streams)
+        to = job_options("a replay", options, (*PLACE_OPTIONS, "staging"))
         place = ProviderPlace.of(to)
         if given:
             source_options(given)
         if to_namespace is not None:
             StreamId(to_namespace, "")
-        elif given and _where(ProviderPlace.of(given)) == _where(place):
+        elif given and ProviderPlace.of(given).identity() == place.identity():
             raise InvalidArgument("a replay of a provider into itself needs another namespace: give --to-namespace")
         _check_pace(pace)
         if any(time is not None and time.tzinfo is None for time in times):
@@ -159,10 +161,10 @@ class _Task(NamedTuple):
     @property
     def definition(self) -> dict[str, Any]:
         """Return the values that identify a replay."""
-        pace = "fast" if self.pace == ReplayPace(None, None) else "paced"
+        archived, pace = self.archived, "fast" if self.pace == ReplayPace(None, None) else "paced"
         return {
-            "from": _where(ProviderPlace.of(self.source)) if self.archived is None else {"archive": str(self.archived)},
-            "to": _where(self.place), "streams": self.selector.pattern, "since": str(self.since),
+            "from": ProviderPlace.of(self.source).identity() if archived is None else {"archive": str(archived)},
+            "to": self.place.identity(), "streams": self.selector.pattern, "since": str(self.since),
             "until": str(self.until), "to_namespace": self.to_namespace, "pace": pace,
         }  # fmt: skip
 
@@ -177,20 +179,8 @@ class _Task(NamedTuple):
         return [0] * len(state.positions), list(state.positions)
 
 
-def _texts(options: Mapping[str, object], known: Sequence[str]) -> dict[str, str]:
-    allowed = {name.lower() for name in known}
-    if wrong := next((name for name in options if name.lower() not in allowed), None):
-        raise InvalidArgument(f"option {wrong!r} is not for a replay: there are {', '.join(known)}")
-    return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in options.items()}
-
-
-def _where(place: ProviderPlace) -> dict[str, Any]:
-    where = {"server": place.server} if place.data is None else {"data": str(Path(place.data).resolve())}
-    return where | {"provider": place.provider}
-
-
 def _staging(to: Mapping[str, str], place: ProviderPlace) -> Path:
-    chosen = next((text for name, text in to.items() if name.lower() == "staging"), None)
+    chosen = to.get("staging")
     if chosen is not None:
         return staging_directory("option 'staging':", chosen)
     if place.data is None:
@@ -252,9 +242,8 @@ class _Replay:
         binned = found.groupBy("queue", F.expr(f"`offset` div {width}").alias("bin")).count().collect()
         bins = [OffsetBin(row["queue"], row["bin"] * width, row["count"]) for row in binned]
         steps, counts = steps_of(bins, width, starts, ends, events_per_step)
-        return ReplayPlan(
-            self._task.definition, f"replay:{self._name or uuid.uuid4().hex}", steps, counts, self._task.pace.cut
-        )
+        app = f"replay:{self._name or uuid.uuid4().hex}"
+        return ReplayPlan(self._task.definition, app, steps, counts, self._task.pace.chunk_limits)
 
     def _forget(self, plan: ReplayPlan) -> None:
         """Remove the plan and the staging folder."""
@@ -277,7 +266,8 @@ class _Replay:
             frame = frame.where(F.unix_micros("timestamp") < _micros(task.until))
         return frame.select(*columns)
 
-    def _named(self, frame: DataFrame) -> DataFrame:
+    def _renamed(self, frame: DataFrame) -> DataFrame:
+        """Return the events with the namespace that they get in the destination."""
         namespace = self._task.to_namespace
         return frame if namespace is None else frame.withColumn("namespace", F.lit(namespace))
 
@@ -295,7 +285,7 @@ class _Replay:
 
     def _publish_step(self, plan: ReplayPlan, step: int) -> None:
         events = self._events(plan.ends[step], plan.ends[step + 1], (*_EVENT, *_PLACE))
-        rows = self._named(events).repartition("namespace", "key")
+        rows = self._renamed(events).repartition("namespace", "key")
         rows = rows.sortWithinPartitions("namespace", "key", *_PLACE).select(*_EVENT)
         writer = rows.write.format("headrace").mode("append").options(**self._task.to)
         writer.options(staging=str(self._task.staging), txnAppId=plan.app, txnVersion=str(step)).save()
@@ -344,7 +334,7 @@ class _Replay:
         frame = frame.withColumn("us", F.unix_micros("timestamp")).withColumn("due", F.max("us").over(of_stream))
         if after is not None:
             frame = frame.where(F.struct("due", *_PLACE) > F.struct(*map(F.lit, after)))
-        ordered = self._named(frame).orderBy("due", *_PLACE)
+        ordered = self._renamed(frame).orderBy("due", *_PLACE)
         for row in ordered.select("due", *_PLACE, *_EVENT[:-1], "us").toLocalIterator():
             yield TimedEvent(EventPosition(*row[:4]), (row[4], row[5], bytes(row[6]), *row[7:]))
 

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId, unquote
-from ..options import source_options
+from ..options import job_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
 from ..sink import publish_batch
@@ -90,7 +90,7 @@ def rollup(
     job = _Job.of(_Target.of(to, to_namespace, checkpoint), by, window, options)
     job.begin()
     events = spark.readStream.format("headrace").options(**job.reads, columns="namespace,key,payload,timestamp,stored")
-    frame = _rolled(_others(events.load(), job.target.namespace), by, window, watermark)
+    frame = _rolled(_without_output(events.load(), job.target.namespace), by, window, watermark)
     query = frame.writeStream.outputMode("append").foreachBatch(job.write)
     query = query.option("checkpointLocation", f"file://{job.target.checkpoint}")
     if every is None:
@@ -127,9 +127,9 @@ class _Target(NamedTuple):
             )
         path = None if to is None else Path(to).absolute()
         where = Path(to or "", _CHECKPOINT) if checkpoint is None else Path(checkpoint)
-        return cls(path, None if namespace is None else _named(namespace), where.absolute())
+        return cls(path, None if namespace is None else _namespace_of(namespace), where.absolute())
 
-    def as_begun(self, wanted: RollupSettings) -> RollupSettings:
+    def settings_to_use(self, wanted: RollupSettings) -> RollupSettings:
         """Return the settings of the checkpoint, or `wanted` for a new one. Raise InvalidArgument if they differ."""
         stored = read_json(self.checkpoint / _SETTINGS, RollupSettings)
         if stored is None:
@@ -180,7 +180,7 @@ class _Job(NamedTuple):
             to=None if target.path is None else str(target.path),
             to_namespace=target.namespace,
         )
-        return cls(reads, writes, target, target.as_begun(settings))
+        return cls(reads, writes, target, target.settings_to_use(settings))
 
     def begin(self) -> None:
         """Store the settings of the checkpoint, before Spark uses it."""
@@ -214,12 +214,7 @@ _IDENTITY = ("data", "server", "provider", "namespace", "key")
 
 def _split(options: Mapping[str, object], checkpoint: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options of the source and of the sink. Raise InvalidArgument for others."""
-    known = {name.lower(): name for name in (*PLACE_OPTIONS, *_SOURCE_OPTIONS, "staging")}
-    given: dict[str, str] = {}
-    for name, value in options.items():
-        if name.lower() not in known:
-            raise InvalidArgument(f"option {name!r} is not for a rollup: it takes {', '.join(known.values())}")
-        given[known[name.lower()]] = str(value).lower() if isinstance(value, bool) else str(value)
+    given = job_options("a rollup", options, (*PLACE_OPTIONS, *_SOURCE_OPTIONS, "staging"))
     place = {name: given[name] for name in PLACE_OPTIONS if name in given}
     reads = place | {name: given[name] for name in _SOURCE_OPTIONS if name in given}
     source_options(reads)
@@ -229,7 +224,7 @@ def _split(options: Mapping[str, object], checkpoint: Path) -> tuple[dict[str, s
     return reads, place if staging is None else {**place, "staging": staging}
 
 
-def _named(text: str) -> str:
+def _namespace_of(text: str) -> str:
     """Return the decoded name of a namespace. Raise InvalidArgument for a pattern."""
     if "*" in text or "?" in text:
         raise InvalidArgument(f"namespace {text!r} stands for several: name one to write to")
@@ -250,9 +245,9 @@ def _quoted(namespace: str) -> str:
 
 def _check_spans(window: timedelta, watermark: timedelta) -> None:
     if _milliseconds(window) < 1:
-        raise InvalidArgument(f"a window has a length, not {window}")
+        raise InvalidArgument(f"the window is {window}: give 1 millisecond or more")
     if watermark < timedelta(0):
-        raise InvalidArgument(f"the watermark is a time from 0 on, not {watermark}")
+        raise InvalidArgument(f"the watermark is {watermark}: give 0 or more")
 
 
 def _milliseconds(span: timedelta) -> int:
@@ -284,7 +279,7 @@ def follow(query: StreamingQuery, progress: Callable[[int, int], object]) -> Rol
 # ---- the computation -------------------------------------------------------------------------------------------------
 
 
-def _others(events: DataFrame, target: str | None) -> DataFrame:
+def _without_output(events: DataFrame, target: str | None) -> DataFrame:
     """Leave out the rollup's own output."""
     return events if target is None else events.where(F.col("namespace") != target)
 
@@ -300,13 +295,13 @@ def _rolled(events: DataFrame, by: str, window: timedelta, watermark: timedelta)
     late = measured.withWatermark("timestamp", f"{_milliseconds(watermark)} milliseconds")
     named = late.select("*", F.explode(_groups(by)).alias("group")).select("*", "group.*").drop("key", "group")
     span = F.window("timestamp", f"{_milliseconds(window)} milliseconds")
-    counted_ = named.groupBy(span, "by", "namespace", F.col("of").alias("key")).agg(
+    by_window = named.groupBy(span, "by", "namespace", F.col("of").alias("key")).agg(
         F.count("*").alias("events"),
         F.sum("size").alias("bytes"),
         _ms_between(F.max("processed"), F.max("timestamp")).alias("lag_ms"),
         F.percentile_approx("latency", list(_PERCENTILES), _ACCURACY).alias("latencies"),
     )
-    return counted_.select(*_columns(window.total_seconds()))
+    return by_window.select(*_columns(window.total_seconds()))
 
 
 def _calendar(timestamp: str) -> Column:

