@@ -51,10 +51,10 @@ def _report_retention(context: AdapterContext, chosen: PostgresOptions) -> None:
     """Log the retention in effect if it is not the stored one."""
     if not context.location:
         return
-    before = retention_of(read_options("postgres", PostgresOptions, context.location))
-    if (now := retention_of(chosen)) != before:
-        before, now = (", ".join(f"{name} = {value}" for name, value in each.items()) for each in (before, now))
-        log.warning("provider %r: its retention changes from (%s) to (%s)", context.provider, before, now)
+    before, now = retention_of(read_options("postgres", PostgresOptions, context.location)), retention_of(chosen)
+    if now != before:
+        shown = (", ".join(f"{name} = {value}" for name, value in each.items()) for each in (before, now))
+        log.warning("provider %r: its retention changes from (%s) to (%s)", context.provider, *shown)
 
 
 def _open(place: DatabasePlace, context: AdapterContext, *, create: bool) -> ProviderRow:

@@ -64,7 +64,7 @@ class PostgresCommitter:
         self._stopped = asyncio.Event()
         self._connection: Connection[TupleRow] | None = None
         self._backend_pid = 0
-        self._is_away = False
+        self._is_server_away = False
         """Whether the server could not be used at the last attempt."""
         threading.Thread(target=self._run, name="headrace-postgres-commit", daemon=True).start()
 
@@ -88,9 +88,9 @@ class PostgresCommitter:
         """Return the pid of the server process of this committer's connection, 0 if there is none."""
         return self._backend_pid
 
-    def server_answers(self) -> None:
-        """The server has answered on another connection: store acknowledgements again."""
-        self._is_away = False
+    def note_server_answered(self) -> None:
+        """Store acknowledgements again, because the server has answered on another connection."""
+        self._is_server_away = False
 
     async def aclose(self) -> None:
         """Store everything submitted, then stop."""
@@ -112,7 +112,7 @@ class PostgresCommitter:
                     for calls in groups(self._take(), self._group_bytes):
                         self._store(calls)
                 if not running or time.monotonic() >= acknowledge_at:
-                    if not self._is_away:  # else each attempt could take seconds, and new calls would wait for it
+                    if not self._is_server_away:  # else each attempt could take seconds, and delay new calls
                         self._store_acknowledgements(wait=not running)
                     acknowledge_at = time.monotonic() + self._limits.acknowledge_s
         finally:
@@ -204,7 +204,7 @@ class PostgresCommitter:
         if self._connection is None:
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
             self._connection = self._place.connect(left_s)
-            self._is_away = False
+            self._is_server_away = False
             self._backend_pid = 0 if self._place.pooler else self._connection.info.backend_pid
         self._begin_deadline(self._connection)
         return self._connection
@@ -235,7 +235,7 @@ class PostgresCommitter:
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
-        self._is_away = True
+        self._is_server_away = True
         self._backend_pid = 0  # the server may give the number to another process
         if connection is not None:
             connection.close()

@@ -19,7 +19,8 @@ from .options import PostgresOptions, check_url
 
 LOST_CONNECTION = psycopg.OperationalError, psycopg.InterfaceError
 _OLDEST_VERSION = 140000
-_DISK_FULL = "53100"
+_DISK_FULL, _NO_PRIVILEGE = "53100", "42501"
+"""SQL states."""
 _SERVER = """
     SELECT pg_is_in_recovery(), current_setting('transaction_read_only'), current_setting('synchronous_commit'),
     current_setting('fsync')
@@ -131,7 +132,7 @@ class DatabasePlace:
             ours["target_session_attrs"] = "primary"  # else libpq stays at the first host that answers
         settings = {**ours, **self._given}
         if not self.pooler:  # a pooler refuses them
-            settings["options"] = f"{statement_limits(request_s)} {settings.get('options', '')}".strip()
+            settings["options"] = f"{timeout_options(request_s)} {settings.get('options', '')}".strip()
         return settings
 
     @contextmanager
@@ -152,15 +153,15 @@ class DatabasePlace:
         state = getattr(error, "sqlstate", None)
         if state == _DISK_FULL:
             return StorageFull(f"{self.shown}: {text}")
-        if state == "42501":
+        if state == _NO_PRIVILEGE:
             return StorageError(
                 f"{self.shown}: {text}: grant this role CREATE on the schema, and all rights on headrace's tables in it"
             )
         return StorageError(f"{self.shown}: {text}")
 
 
-def statement_limits(request_s: float) -> str:
-    """Return options of a connection. The server's timeouts are a little shorter than ours, so that its error names the
+def timeout_options(request_s: float) -> str:
+    """Return the timeouts as options of a connection. They are a little shorter than ours, so that its error names the
     reason, and a process that stands still holds locks for that time only."""
     return " ".join(f"-c {name}={value}" for name, value in timeouts_ms(request_s).items())
 

@@ -129,9 +129,10 @@ class EnqueueGroup:
         """Encode the batches, and return everything to write."""
         rows: dict[int, list[ChunkRow]] = {}
         tails: dict[int, LockedTail] = {}
+        grown: dict[int, CommittedBatches] = {}
         for queue, batches in self._grown.items():
             tail = self._tails[queue]
-            time_us = max(self._now_us, tail.time_us + 1)  # never the same: the time tells blocks apart
+            time_us = max(self._now_us, tail.time_us + 1)  # never the same: the time identifies a block
             chunks = list(_chunks(encoder, queue, tail.next, batches, time_us))
             rows.setdefault(tail.segment, []).extend(chunks)
             tails[queue] = LockedTail(
@@ -141,14 +142,10 @@ class EnqueueGroup:
                 tail.nbytes + sum(len(row.chunk) for row in chunks),
                 time_us,
             )
+            grown[queue] = CommittedBatches(StoredBatches(tail.next, batches), tail.time_us, time_us)
         producers = {
             producer: LastCall(number, offsets if len(offsets) <= MAX_STORED_OFFSETS else ())
             for producer, (number, offsets) in self._stored.items()
-        }
-        grown = {
-            queue: CommittedBatches(StoredBatches(tail.next, batches), tail.time_us, tails[queue].time_us)
-            for queue, batches in self._grown.items()
-            for tail in (self._tails[queue],)
         }
         return GroupWrites(rows, tails, producers, grown, self._now_us)
 

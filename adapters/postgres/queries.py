@@ -29,7 +29,7 @@ class QueryConnections:
         self._limit_s = place.limits.request_s + 1
         """The server ends statements after `request_s`, so it is not answering if this is over."""
         self._ended_well = 0
-        """Number of works that have returned a result."""
+        """Number of calls of `work` that have returned a result."""
         self._tasks = BackgroundTasks()
         self._closed = False
 

@@ -178,7 +178,8 @@ class QueueReads:
         # Blocks that were stored later than the one that was read are new. Clocks may differ between servers.
         low = min(await self._offset_at(connection, queue, before_us + 1), position - 1)
         block = await self._block(connection, queue, facts, low)
-        since = _EPOCH + timedelta(microseconds=min(before_us + 1, before_us + 1 if block is None else block.time_us))
+        since_us = before_us + 1 if block is None else min(before_us + 1, block.time_us)
+        since = _EPOCH + timedelta(microseconds=since_us)
         raise StorageError(
             f"queue {queue} has lost its end: offsets from {low} to {position - 1} have other batches than those that "
             f"were read: close the silos, seek their subscriptions back to {since.isoformat()}, and start them again"
@@ -240,7 +241,7 @@ class QueueReads:
         return await self._connections.run(lambda connection: self._offset_at(connection, queue, time_us))
 
     async def _offset_at(self, connection: AsyncConnection[TupleRow], queue: int, time_us: int) -> int:
-        """A binary search: times never decrease within a queue, and the batches of a block share one time."""
+        """See `offset_at`. A binary search: times never decrease in a queue; the batches of a block share one."""
         facts = await self._facts(connection, queue)
         low, high = facts.bounds
         while low < high:

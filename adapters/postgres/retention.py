@@ -18,8 +18,8 @@ from .schema import BEGIN_SEGMENT, ProviderRow, segment_statements, segment_tabl
 
 _SEGMENTS_PER_AGE = 8
 """`retain_age_s` is divided into so many segments. So a segment is kept longer than allowed by one part at most."""
-_FORGET_US = 60_000_000
-"""How often producers are looked through, in microseconds."""
+_FORGET_INTERVAL_US = 60_000_000
+"""Interval of looking for producers to forget, in microseconds."""
 _LOCK = "SELECT segment FROM headrace_queue WHERE provider = %s ORDER BY queue FOR UPDATE"
 _TOTAL = "SELECT sum(bytes)::bigint FROM headrace_queue WHERE provider = %s"
 _SEGMENTS = """
@@ -77,7 +77,7 @@ class PostgresRetention:
         self._provider = provider
         self._options = options
         self._limits = limits
-        self._forgotten_us = 0
+        self._last_forget_us = 0
 
     async def apply(self, connection: AsyncConnection[TupleRow], watermarks: Mapping[int, int]) -> None:
         """Begin and drop segments, and forget producers. Raises psycopg.Error, StorageError."""
@@ -97,8 +97,8 @@ class PostgresRetention:
     async def _forget_producers(self, connection: AsyncConnection[TupleRow], now_us: int) -> None:
         """Delete producers that have stored nothing for a long time. This reads all of them, so it is done rarely."""
         age_us = round(self._limits.producer_age_s * 1_000_000)
-        if now_us - self._forgotten_us >= min(age_us, _FORGET_US):
-            self._forgotten_us = now_us
+        if now_us - self._last_forget_us >= min(age_us, _FORGET_INTERVAL_US):
+            self._last_forget_us = now_us
             query = "DELETE FROM headrace_producer WHERE provider = %s AND time_us < %s"
             await connection.execute(query, [self._provider.provider, now_us - age_us])
 

@@ -18,7 +18,6 @@ from ..log.blocks import BlockEncoder
 from .connecting import timeouts_ms
 from .group import (
     CHUNK_BYTES,
-    ChunkRow,
     EnqueueGroup,
     GroupWrites,
     LockedTail,
@@ -92,13 +91,8 @@ class GroupTransaction:
             return False  # a call without batches is only a number: it is a duplicate if it was stored
         tails, _, _ = self._lock(connection)
         connection.execute("ROLLBACK")
-        for segment, rows in self.writes.rows.items():
-            return self._has(connection, segment, rows[0], tails)
-        return None
-
-    def _has(
-        self, connection: Connection[TupleRow], segment: int, row: ChunkRow, tails: Mapping[int, LockedTail]
-    ) -> bool | None:
+        segment, rows = next(iter(self.writes.rows.items()))
+        row = rows[0]  # all rows were stored by one commit, or none
         if tails[row.queue].next <= row.first:
             return False
         name = self._table(segment)

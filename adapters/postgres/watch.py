@@ -38,8 +38,8 @@ class QueueWatch:
         changed: Callable[[int | None], None],
         committer: PostgresCommitter,
     ) -> None:
-        """The adapter notes the commits of its own `committer` itself, and offers their batches to its receivers
-        first. The committer learns from the watch that the server answers."""
+        """`committer` is that of the adapter. Notifications about its commits are ignored, because the adapter notes
+        these commits itself. The watch tells the committer when the server answers."""
         self.fault: HeadraceError | None = None
         self._place = place
         self._provider = provider
@@ -53,7 +53,7 @@ class QueueWatch:
         return self._ends.get(queue, 0)
 
     def note(self, queue: int, end: int) -> None:
-        """A queue ends at `end`, or later."""
+        """Note that a queue ends at `end`, or later."""
         if end > self._ends.get(queue, 0):
             self._ends[queue] = end
             self._changed(queue)
@@ -65,7 +65,7 @@ class QueueWatch:
             try:
                 await self._watch(backoff)
             except (psycopg.Error, StorageError, TimeoutError) as error:
-                self._failed(error)
+                self._note_failure(error)
             except Exception:
                 log.exception("watching the queues failed, trying again")
             await asyncio.sleep(backoff.next_s())
@@ -74,14 +74,14 @@ class QueueWatch:
         connection = await self._place.connect_async()
         try:
             if not self._place.pooler:
-                async with self._answer_time():
+                async with self._time_limit():
                     await connection.execute(f"LISTEN {self._provider.channel}".encode())
             while True:
-                async with self._answer_time():
+                async with self._time_limit():
                     await self._poll(connection)
-                self._committer.server_answers()
+                self._committer.note_server_answered()
                 backoff.reset()
-                self._recovered()
+                self._note_recovery()
                 if self._place.pooler:
                     await asyncio.sleep(self._poll_s)
                 else:
@@ -89,7 +89,7 @@ class QueueWatch:
         finally:
             connection.pgconn.finish()  # at once: a server that does not answer cannot be asked to end a query
 
-    def _answer_time(self) -> asyncio.Timeout:
+    def _time_limit(self) -> asyncio.Timeout:
         return asyncio.timeout(self._place.limits.request_s)
 
     async def _listen(self, connection: AsyncConnection[TupleRow]) -> None:
@@ -105,7 +105,7 @@ class QueueWatch:
     async def _poll(self, connection: AsyncConnection[TupleRow]) -> None:
         before = dict(self._ends)
         found = dict(await rows(connection, _ENDS, self._provider.provider))
-        if len(found) < self._provider.queues or not await self._is_the_same(connection):
+        if len(found) < self._provider.queues or not await self._is_same_provider(connection):
             raise StorageError(f"{self._place.shown} does not have the queues of this provider any more")
         for queue, end in found.items():
             if end < before.get(queue, 0):  # the queue has lost its end: its receivers tell
@@ -113,17 +113,17 @@ class QueueWatch:
                 self._changed(queue)
             self.note(queue, end)
 
-    async def _is_the_same(self, connection: AsyncConnection[TupleRow]) -> bool:
+    async def _is_same_provider(self, connection: AsyncConnection[TupleRow]) -> bool:
         return await rows(connection, _EXISTS, self._provider.provider) == [(self._provider.identity,)]
 
-    def _failed(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         first = self.fault is None
         self.fault = self._place.failure(error)
         if first:
             log.warning("queues cannot be read, trying again: %s", self.fault)
             self._changed(None)
 
-    def _recovered(self) -> None:
+    def _note_recovery(self) -> None:
         if self.fault is not None:
             log.info("%s answers again", self._place.shown)
             self.fault = None

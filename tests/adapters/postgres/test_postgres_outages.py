@@ -187,7 +187,7 @@ async def test_acknowledgements_do_not_hold_up_publishes_while_the_server_is_awa
                     await asyncio.sleep(0.01)
             await asyncio.sleep(5 * QUICK.acknowledge_s)
             assert attempts == attempt
-            committer.server_answers()
+            committer.note_server_answered()
         await asyncio.wait_for(committer.aclose(), 20)
 
 
