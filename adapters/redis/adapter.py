@@ -20,7 +20,7 @@ from .keys import ShardKeys, check_name, provider_key, ranked
 from .limits import REDIS_LIMITS, RedisLimits
 from .location import location_of, with_location
 from .options import RedisOptions
-from .producers import KEPT_S, RedisProducers, persistently, short
+from .producers import KEPT_S, RedisProducers, hashed_name, push_with_retries
 from .pusher import ShardPusher
 from .receiver import RedisReceiver, body_of
 from .scripts import OWN
@@ -130,7 +130,7 @@ class RedisAdapter(QueueAdapter):
         self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, PushedEvent]]
     ) -> Sequence[Receipt]:
         receipts = await self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
-        # in the background: a failure only means longer memory of the call
+        # In the background: if it fails, the shard only remembers the call longer.
         for queue in {queue for queue, _ in placed}:
             self._storing.start(queue.settle(sequence), f"headrace settling of {sequence.producer}")
         return receipts
@@ -145,7 +145,7 @@ class RedisAdapter(QueueAdapter):
 
         async def store(queue: _Queue, indexes: Sequence[int]) -> None:
             stored = await queue.push_once([placed[index][1] for index in indexes], sequence)
-            for index, position in zip(indexes, stored, strict=False):  # none where a later call is stored already
+            for index, position in zip(indexes, stored, strict=False):  # no positions if a later call is stored already
                 positions[index] = position
 
         outcomes = await asyncio.gather(*(store(*each) for each in by_queue.items()), return_exceptions=True)
@@ -234,12 +234,12 @@ class _Queue:
         self._timeout_s = timeout_s
 
     def push(self, events: Sequence[PushedEvent], call: _PendingEnqueue, indexes: Sequence[int]) -> None:
-        self._pusher().push(events, lambda outcome: call.settle(indexes, outcome))
+        self._pusher().push(events, lambda outcome: call.note_outcome(indexes, outcome))
 
     async def push_once(self, events: Sequence[PushedEvent], sequence: ProducerSequence) -> Sequence[int | None]:
         """Store events in the shard that belongs to this call of the producer, also when the call is repeated."""
-        shard, producer = self._home(sequence), short(sequence.producer)
-        return await persistently(
+        shard, producer = self._home(sequence), hashed_name(sequence.producer)
+        return await push_with_retries(
             lambda: shard.push(events, pusher=producer, number=sequence.number, remembered_s=KEPT_S),
             wait=self._wait,
             timeout_s=self._timeout_s,
@@ -248,7 +248,7 @@ class _Queue:
     async def settle(self, sequence: ProducerSequence) -> None:
         """Let the shard forget the call early, because the ledger has recorded it as stored."""
         with suppress(StorageError):
-            await self._home(sequence).settle(short(sequence.producer), sequence.number)
+            await self._home(sequence).settle(hashed_name(sequence.producer), sequence.number)
 
     def _home(self, sequence: ProducerSequence) -> RedisShard:
         by_name = {shard.name: shard for shard in self.shards}
@@ -316,7 +316,8 @@ class _PendingEnqueue:
         if not parts:
             self.answer.set_result([])
 
-    def settle(self, indexes: Sequence[int], outcome: Sequence[int] | HeadraceError) -> None:
+    def note_outcome(self, indexes: Sequence[int], outcome: Sequence[int] | HeadraceError) -> None:
+        """Note the positions of some batches, or their error."""
         if isinstance(outcome, HeadraceError):
             if not self.answer.done():
                 self.answer.set_exception(outcome)
@@ -329,7 +330,7 @@ class _PendingEnqueue:
 
 
 def pushed(batch: EventBatch) -> PushedEvent:
-    """A batch as a shard stores it."""
+    """Return a batch as a shard stores it."""
     if isinstance(batch, ScheduledBatch):
         return PushedEvent(body_of(batch), delay_s=batch.delay_us / 1e6, priority=batch.priority)
     return PushedEvent(body_of(batch))
@@ -338,7 +339,7 @@ def pushed(batch: EventBatch) -> PushedEvent:
 async def open_adapter(
     context: AdapterContext, options: Mapping[str, Any], limits: RedisLimits = REDIS_LIMITS
 ) -> RedisAdapter:
-    """Entry point of the adapter `redis`. Raises InvalidArgument for wrong options, StorageError without a server."""
+    """Open the adapter `redis`. Raises InvalidArgument for wrong options, StorageError without a server."""
     located = with_location(context.provider, options, context.location)
     adapter = RedisAdapter(context, read_options("redis", RedisOptions, located), limits)
     try:

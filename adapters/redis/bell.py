@@ -39,7 +39,7 @@ class ShardBell:
             await asyncio.sleep(AWAY_S)
 
 
-async def idle(bells: Sequence[ShardBell], seconds: float) -> None:
+async def wait_for_bell(bells: Sequence[ShardBell], seconds: float) -> None:
     """Return when one of the bells rings, or after `seconds`."""
     for bell in bells:
         bell.waiting += 1

@@ -60,7 +60,9 @@ def provider_key(prefix: str, provider: str) -> str:
 def check_name(what: str, name: str) -> str:
     """Return `name` as a part of a key. Raises InvalidArgument if it would end the hash tag or a part early."""
     if not name or not name.isprintable() or set(name) & set("{}: "):
-        raise InvalidArgument(f"{what} {name!r} is no name: printable, not empty, without blanks, colons and braces")
+        raise InvalidArgument(
+            f"{what} {name!r} is no name: write printable characters, without blanks, colons and braces"
+        )
     return name
 
 

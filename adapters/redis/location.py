@@ -13,7 +13,7 @@ from .options import RedisOptions
 
 
 def location_of(options: RedisOptions) -> Mapping[str, Any]:
-    """`url` and `cluster`, or `shards`, and `prefix`. Urls are without user and password."""
+    """Return `url` and `cluster`, or `shards`, and `prefix`. Urls are without user and password."""
     if options.url is not None:
         return {"url": without_login(options.url), "cluster": options.cluster, "prefix": options.prefix}
     shards = [msgspec.structs.replace(shard, url=without_login(shard.url)) for shard in options.shards]
@@ -21,7 +21,7 @@ def location_of(options: RedisOptions) -> Mapping[str, Any]:
 
 
 def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options given, and for those that are not given the stored location.
+    """Return the given options, and the stored location for those that are not given.
 
     Servers may move: another `url` is accepted. Raises InvalidArgument for another `prefix`, because other keys are
     other queues.

@@ -13,7 +13,7 @@ _PUBLIC = frozenset({"db", "ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_
 
 
 def with_login(url: str) -> str:
-    """The url with user and password of the environment, if it has none of its own. `address_of` accepts it."""
+    """Return the url with user and password of the environment, if it has none of its own. `address_of` accepts it."""
     user, password = os.environ.get(USER, ""), os.environ.get(PASSWORD, "")
     parts = urlsplit(url)
     own = "@" in parts.netloc or any(name in ("username", "password") for name, _ in parse_qsl(parts.query))
@@ -23,7 +23,7 @@ def with_login(url: str) -> str:
 
 
 def without_login(url: str) -> str:
-    """The url without user, password and other secrets. `address_of` accepts it."""
+    """Return the url without user, password and other secrets. `address_of` accepts it."""
     parts = urlsplit(url)
     query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name in _PUBLIC])
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{'?' if query else ''}{query}"

@@ -58,7 +58,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return (ShardOptions(name="0", url=self.url, cluster=self.cluster),)
         if self.cluster:
             raise _refused("cluster is about url; with shards it is each shard's own")
-        names = [check_name("the name of a shard,", shard.name) for shard in self.shards]
+        names = [check_name("shard", shard.name) for shard in self.shards]
         if len(set(names)) < len(names):
             raise _refused(f"two shards have one name: {', '.join(names)}")
         if len({shard.url for shard in self.shards}) < len(names):

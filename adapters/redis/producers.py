@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +21,7 @@ from ...streams.errors import StorageError
 from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall, ProducerLedger
 from ...streams.publishing import ProducerSequence, Receipt
+from ..producer_turns import ProducerTurns
 from .keys import ranked
 from .limits import RedisLimits
 from .pusher import away_backoff
@@ -34,15 +34,6 @@ KEPT_S = 7 * 24 * 3600
 Positions = Sequence[int | None]
 
 
-class _ProducerLine:
-    """Lets one call of a producer run at a time."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0
-        """Calls that hold the lock or wait for it."""
-
-
 class RedisProducers:
     """The idempotent producers of one provider. The names of the servers decide which of them has a producer's ledger,
     so every process chooses the same one, in whatever order its servers are listed. Because servers may be added, the
@@ -51,19 +42,19 @@ class RedisProducers:
     def __init__(self, servers: Mapping[str, RedisConnection], prefix: str, provider: str, limits: RedisLimits) -> None:
         self._servers = servers
         self._prefix = f"{prefix}:{provider}"
-        self._lines: dict[str, _ProducerLine] = {}
+        self._turns = ProducerTurns()
         self._ledger = ProducerLedger(limits.cached_producers)
-        """What the servers' ledgers had when this process used them last."""
+        """The servers' ledgers, as this process saw them last."""
 
     async def last(self, producer: str) -> int:
-        async with self._line(producer):
+        async with self._turns.turn(producer):
             return (await self._read(producer, needed=1)).number
 
     async def once(
         self, sequence: ProducerSequence, batches: int, store: Callable[[], Awaitable[Positions]]
     ) -> Sequence[Receipt]:
         """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
-        async with self._line(sequence.producer):
+        async with self._turns.turn(sequence.producer):
             last = self._ledger.known(sequence.producer)
             if last is None or not last.accepts(sequence):  # another process may have stored later calls
                 last = await self._read(sequence.producer, needed=sequence.previous)
@@ -73,19 +64,6 @@ class RedisProducers:
             await self._write(sequence, positions)
             self._ledger.record(sequence.producer, LastCall(sequence.number, positions))
             return [Receipt(_token(position), duplicate=position is None) for position in positions]
-
-    @asynccontextmanager
-    async def _line(self, producer: str) -> AsyncGenerator[None]:
-        """Let one call of the producer run at a time."""
-        line = self._lines.setdefault(producer, _ProducerLine())
-        line.users += 1
-        try:
-            async with line.lock:
-                yield
-        finally:
-            line.users -= 1
-            if not line.users:
-                del self._lines[producer]
 
     async def _read(self, producer: str, needed: int) -> LastCall:
         """Return the last call by the servers' ledgers. Ask all servers if the first one knows no call, or not the call
@@ -117,16 +95,16 @@ class RedisProducers:
 
     def _keys(self, producer: str) -> Sequence[str]:
         """Return the ledger's key in the place of a shard's keys; scripts use only the first."""
-        return [f"{{{self._prefix}:producer:{short(producer)}}}"] * 7
+        return [f"{{{self._prefix}:producer:{hashed_name(producer)}}}"] * 7
 
 
-def short(producer: str) -> str:
-    """Return a producer's name, with any characters in it, as a part of a key."""
+def hashed_name(producer: str) -> str:
+    """Return a hash of a producer's name as a part of a key: the name may have any characters."""
     return hashlib.sha1(producer.encode(), usedforsecurity=False).hexdigest()
 
 
-async def persistently(push: Callable[[], Awaitable[Positions]], *, wait: bool, timeout_s: float) -> Positions:
-    """Push, and repeat it while the server is away. Raises StorageError after `timeout_s`."""
+async def push_with_retries(push: Callable[[], Awaitable[Positions]], *, wait: bool, timeout_s: float) -> Positions:
+    """Push, and repeat it while the server is away. Raises StorageError after `timeout_s`; without `wait`, at once."""
     loop, backoff = asyncio.get_running_loop(), away_backoff()
     deadline = loop.time() + (timeout_s if wait else 0)
     while True:

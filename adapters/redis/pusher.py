@@ -34,7 +34,7 @@ def away_backoff() -> Backoff:
     return Backoff(0.05, 1.0)
 
 
-class _Waiting(NamedTuple):
+class _WaitingPush(NamedTuple):
     events: Sequence[PushedEvent]
     on_outcome: OnOutcome
     deadline: float
@@ -60,7 +60,7 @@ class ShardPusher:
         self._number = 0
         self._wait = wait
         self._timeout_s = timeout_s
-        self._line: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingPush] = deque()
         self._pending = 0
         self._pushing = BackgroundTasks()
         self._away_until = 0.0
@@ -71,7 +71,7 @@ class ShardPusher:
 
     @property
     def away(self) -> bool:
-        """The server did not answer a moment ago."""
+        """Whether the server did not answer a moment ago."""
         return self._watch.silent or asyncio.get_running_loop().time() < self._away_until
 
     def push(self, events: Sequence[PushedEvent], on_outcome: OnOutcome) -> None:
@@ -81,15 +81,15 @@ class ShardPusher:
         Raises QueueFull.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
-        one = _Waiting(events, on_outcome, deadline, sum(len(event.body) for event in events))
+        one = _WaitingPush(events, on_outcome, deadline, sum(len(event.body) for event in events))
         if self._pending and self._pending + one.cost > MAX_PENDING_BYTES:
             raise QueueFull(
                 f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
             )
-        self._enter(one)
+        self._append(one)
 
-    def _enter(self, one: _Waiting) -> None:
-        self._line.append(one)
+    def _append(self, one: _WaitingPush) -> None:
+        self._waiting.append(one)
         self._pending += one.cost
         if not self._pushing:
             self._pushing.start(self._run(), f"headrace push {self.shard.name}")
@@ -99,19 +99,19 @@ class ShardPusher:
         await self._pushing.join()
 
     async def _run(self) -> None:
-        while self._line:
+        while self._waiting:
             await self._send(self._chunk())
 
-    def _chunk(self) -> Sequence[_Waiting]:
-        chunk: list[_Waiting] = []
+    def _chunk(self) -> Sequence[_WaitingPush]:
+        chunk: list[_WaitingPush] = []
         events = nbytes = 0
-        while self._line and events < MAX_EVENTS and nbytes < MAX_BYTES:
-            chunk.append(one := self._line.popleft())
+        while self._waiting and events < MAX_EVENTS and nbytes < MAX_BYTES:
+            chunk.append(one := self._waiting.popleft())
             events += len(one.events)
             nbytes += one.nbytes
         return chunk
 
-    async def _send(self, chunk: Sequence[_Waiting]) -> None:
+    async def _send(self, chunk: Sequence[_WaitingPush]) -> None:
         """Send a chunk until it is stored. Under one number, the contents must stay the same."""
         self._number += 1
         events = [event for one in chunk for event in one.events]
@@ -124,29 +124,31 @@ class ShardPusher:
                 pause_s = backoff.next_s()
                 self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
                 left = self._expire([one for one in left if not self._hand_over(one)], error)
-                self._line = deque(one for one in self._line if not self._hand_over(one))
-                self._expire_line(error)
+                self._waiting = deque(one for one in self._waiting if not self._hand_over(one))
+                self._expire_waiting(error)
                 if not left:
                     return
                 await asyncio.sleep(pause_s)
             except HeadraceError as error:
-                self._settle(left, error)
+                self._fail(left, error)
                 return
             else:
                 self._away_until = 0.0
                 self._answer(chunk, left, positions)
                 return
 
-    def _hand_over(self, one: _Waiting) -> bool:
+    def _hand_over(self, one: _WaitingPush) -> bool:
         """Let another shard store the call, if the server of one is not away. Return whether it does."""
         for other in self._others:
             if not other.away:
                 self._pending -= one.cost
-                other._enter(one)  # noqa: SLF001 (of its own kind)
+                other._append(one)  # noqa: SLF001 (of its own kind)
                 return True
         return False
 
-    def _answer(self, chunk: Sequence[_Waiting], left: Sequence[_Waiting], positions: Sequence[int | None]) -> None:
+    def _answer(
+        self, chunk: Sequence[_WaitingPush], left: Sequence[_WaitingPush], positions: Sequence[int | None]
+    ) -> None:
         at = 0
         waiting = set(map(id, left))
         for one in chunk:
@@ -156,20 +158,20 @@ class ShardPusher:
                 self._pending -= one.cost
                 one.on_outcome(mine)
 
-    def _expire(self, waiting: Sequence[_Waiting], error: ServerAway) -> list[_Waiting]:
+    def _expire(self, waiting: Sequence[_WaitingPush], error: ServerAway) -> list[_WaitingPush]:
         """Fail the calls whose time is up. Return the others."""
         now = asyncio.get_running_loop().time()
         over = [one for one in waiting if one.deadline <= now]
-        self._settle(over, StorageError(f"{error}; these events may or may not be stored, publish them again"))
+        self._fail(over, StorageError(f"{error}; these events may or may not be stored, publish them again"))
         return [one for one in waiting if one.deadline > now]
 
-    def _expire_line(self, error: ServerAway) -> None:
+    def _expire_waiting(self, error: ServerAway) -> None:
         now = asyncio.get_running_loop().time()
-        while self._line and self._line[0].deadline <= now:
+        while self._waiting and self._waiting[0].deadline <= now:
             late = StorageError(f"{error}; nothing of these events is stored, publish them again")
-            self._settle([self._line.popleft()], late)
+            self._fail([self._waiting.popleft()], late)
 
-    def _settle(self, waiting: Sequence[_Waiting], error: HeadraceError) -> None:
+    def _fail(self, waiting: Sequence[_WaitingPush], error: HeadraceError) -> None:
         for one in waiting:
             self._pending -= one.cost
             one.on_outcome(error)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...streams.errors import InvalidArgument, StorageError
-from .bell import ShardBell, idle
+from .bell import ShardBell, wait_for_bell
 from .keys import ShardKeys, check_id, check_queue
 from .limits import REDIS_LIMITS, RedisLimits
 from .options import RedisOptions
@@ -108,7 +108,7 @@ class RedisQueue:
     async def ensure(self, body: bytes, *, id: str, delay_s: float = 0.0, priority: int = 0) -> bool:  # noqa: A002
         """Store an event unless one with its id is waiting or claimed. Return False if there is one."""
         if not id:
-            raise InvalidArgument("ensure goes by the event's id: give one that is not empty")
+            raise InvalidArgument("ensure needs the id of the event: give one that is not empty")
         event = PushedEvent(body, id, delay_s, priority)
         return await self._push_to(self._home(id), [event], keep=True) != [None]
 
@@ -147,7 +147,7 @@ class RedisQueue:
             taken, idle_s = await self._pop(limit, timeout_s)
             if taken or (left := deadline - loop.time()) <= 0:
                 return taken
-            await idle(self._bells, min(left, idle_s))
+            await wait_for_bell(self._bells, min(left, idle_s))
 
     async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[TakenEvent], float]:
         """Claim events of the first shard that has some. Also return for how many seconds there will be none."""
@@ -177,12 +177,12 @@ class RedisQueue:
         by_shard: dict[int, list[tuple[str, int]]] = {}
         for one in taken:
             by_shard.setdefault(self._index_of(one), []).append((one.id, one.claim.token))
-        telling = [self.shards[index].acknowledge(part) for index, part in by_shard.items()]
+        calls = [self.shards[index].acknowledge(part) for index, part in by_shard.items()]
         held = 0
-        for told in await asyncio.gather(*telling, return_exceptions=True):
-            if isinstance(told, BaseException):
-                raise told
-            held += sum(told)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            held += sum(answer)
         return held
 
     def _index_of(self, taken: TakenEvent) -> int:
@@ -191,7 +191,7 @@ class RedisQueue:
         for index, shard in enumerate(self.shards):
             if shard.keys == taken.shard.keys:
                 return index
-        raise InvalidArgument(f"the event {taken.id!r} was taken from another queue: say it there")
+        raise InvalidArgument(f"the event {taken.id!r} was taken from another queue: call this method of that queue")
 
     async def release(self, taken: TakenEvent, delay_s: float = 0.0) -> bool:
         """Give an event back, after `delay_s` or at once. Return False if the claim was over."""

@@ -20,7 +20,7 @@ from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..receiving import QueueReceiver, Received
-from .bell import ShardBell, idle
+from .bell import ShardBell, wait_for_bell
 from .limits import RedisLimits
 from .server import ServerAway
 from .shard import MAX_POP, MAX_POP_BYTES
@@ -191,7 +191,7 @@ class RedisReceiver(QueueReceiver):
                 continue
             idle_s = await self._fetch_due(max_events, max_bytes)
             if idle_s and not self._ready:
-                await idle([shard_reader.bell for shard_reader in self.readers], idle_s)
+                await wait_for_bell([shard_reader.bell for shard_reader in self.readers], idle_s)
 
     async def _fetch_left(self, left: AsyncGenerator[tuple[int, bytes]], max_events: int, max_bytes: int) -> None:
         start = 0

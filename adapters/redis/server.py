@@ -112,12 +112,12 @@ class RedisConnection:
     def _check_node(self, info: dict[str, Any]) -> None:
         version = str(info.get("redis_version", "0.0"))
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
-            raise InvalidArgument(f"Redis at {self.address} is version {version}: 6.2 is the oldest that will do")
+            raise InvalidArgument(f"Redis at {self.address} has version {version}: use 6.2 or a newer one")
         policy = str(info.get("maxmemory_policy", "noeviction"))
         if int(info.get("maxmemory", 0)) and policy != "noeviction":
-            kept = "queues" if policy.startswith("allkeys") else "what is known of idempotent producers"
+            kept = "queues" if policy.startswith("allkeys") else "the last calls of idempotent producers"
             raise InvalidArgument(
-                f"Redis at {self.address} throws away {kept} when its memory is full: set maxmemory-policy noeviction, "
+                f"Redis at {self.address} evicts {kept} when its memory is full: set maxmemory-policy noeviction, "
                 f"not {policy}"
             )
 
@@ -150,9 +150,7 @@ class RedisConnection:
         """Return the error for an error answer of the server."""
         code = _code(error)
         if code == "OOM":
-            return StorageFull(
-                f"Redis at {self.address} has no memory left: consume what is there, or raise its maxmemory"
-            )
+            return StorageFull(f"Redis at {self.address} has no memory left: consume events, or raise its maxmemory")
         if damaged := _DAMAGED.search(str(error)):
             return self.damaged(keys, bytes.fromhex(damaged[1]), damaged[2])
         if code == "WRONGTYPE":
@@ -228,4 +226,4 @@ def _client(url: str, timeout_s: float, limits: RedisLimits, *, cluster: bool) -
             driver_info=None,  # else each connection looks up the client's own version, in files
         )
     except ValueError:
-        raise _no_url("what follows the ? cannot be read") from None
+        raise _no_url("the part after the ? cannot be read") from None

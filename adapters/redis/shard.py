@@ -31,7 +31,7 @@ class PushedEvent(NamedTuple):
     priority: int = 0
 
     def arguments(self) -> tuple[str, int, int, bytes]:
-        """Raises InvalidArgument."""
+        """Return the arguments of the script `push` for this event. Raises InvalidArgument."""
         if not isinstance(self.body, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] (callers need not have types)
             raise InvalidArgument(f"an event in Redis is bytes, not {type(self.body).__name__}: encode it")
         return check_id(self.id), delay_ms(self.delay_s), check_priority(self.priority), self.body

@@ -66,4 +66,5 @@ class ShardWatch:
 
 
 def watched(shards: Sequence[RedisShard]) -> list[ShardWatch]:
+    """Return a watch for each shard of a queue."""
     return [ShardWatch(shard, alone=len(shards) == 1) for shard in shards]

@@ -19,7 +19,7 @@ WRONG = [
     ("redis://:secret@[::1:1", "its host or its port"),
     ("redis://:secret@127.0.0.1:1/abc", "the number of a database"),
     ("redis://:secret@127.0.0.1:1/1/2", "the number of a database"),
-    ("redis://:secret@127.0.0.1:1?db=secret", "what follows the ?"),
+    ("redis://:secret@127.0.0.1:1?db=secret", "the part after the ?"),
     ("http://:secret@127.0.0.1:1", "begins with redis://"),
     ("secret", "begins with redis://"),
 ]
