@@ -226,12 +226,12 @@ class NewToken(NamedTuple):
 
 
 def account_of_client(client: str) -> str:
-    """The account of a client that has tokens."""
+    """Return the account of a client that has tokens."""
     return f"token:{client}"
 
 
 def account_of_certificate(common_name: str) -> str:
-    """The account of a client with a certificate. The name may have any characters and any length."""
+    """Return the account of a client with a certificate. The name may have any characters and any length."""
     plain = quote(common_name, safe="")
     short = plain if len(plain) <= _ACCOUNT_CHARACTERS else sha256(common_name.encode()).hexdigest()
     return f"certificate:{short}"
@@ -343,7 +343,7 @@ class ClusterMembers(Authenticator):
 
     @staticmethod
     def _hash(authorization: str | bytes | None) -> str | None:
-        """The hash of a silo's secret; None for other metadata, such as a token."""
+        """Return the hash of a silo's secret; None for other metadata, such as a token."""
         if authorization is None:
             return None
         text = authorization.decode("utf-8", "replace") if isinstance(authorization, bytes) else authorization

@@ -81,7 +81,7 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return not (self.loopback or self.insecure or self.client_ca is not None)
 
     def at(self, port: int) -> str:
-        """The address with this port, as in 127.0.0.1:9465 and [::1]:9465."""
+        """Return the address with this port, as in 127.0.0.1:9465 and [::1]:9465."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 

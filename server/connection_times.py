@@ -20,3 +20,5 @@ class ConnectionTimes(NamedTuple):
 
 
 CONNECTION_TIMES = ConnectionTimes()
+FLUSH_S = 1.0
+"""Time for sending finished answers when a server stops, in seconds."""

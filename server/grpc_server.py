@@ -18,7 +18,7 @@ from ..client.grpc_process import use_grpc
 from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
 from .config import GrpcConfig, TlsCredentials, read_credentials
-from .connection_times import CONNECTION_TIMES, ConnectionTimes
+from .connection_times import CONNECTION_TIMES, FLUSH_S, ConnectionTimes
 from .guard import CallGuard
 from .limits import ClientLimiter, ClientLimits
 from .methods import ServiceMethod
@@ -35,8 +35,6 @@ PENDING_CALLS = 20_000
 """Most calls of all clients that wait to be started. Limits per client do not count them yet."""
 WINDOW_BYTES = 256 << 10
 """Bytes of one call that gRPC receives before the silo reads a message. Then it receives the rest of that message."""
-FLUSH_S = 1.0
-"""Time for sending finished answers when the server stops, in seconds."""
 
 
 @asynccontextmanager
@@ -55,7 +53,7 @@ async def serving(
     At its end, health reports NOT_SERVING and new calls are refused. Open calls have `drain_s` seconds to end.
 
     Raises Busy if the port is taken, OSError if the address cannot be used for another reason, InvalidArgument for
-    certificates that cannot be read.
+    certificates that cannot be read, or a host that is not of this machine.
     """
     guard = CallGuard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
     methods = services(guard)
@@ -113,7 +111,7 @@ def _ms(seconds: float) -> int:
 
 
 async def _bind(server: grpc.aio.Server, config: GrpcConfig, credentials: TlsCredentials | None) -> int:
-    """Bind the port and return it. Raise Busy, OSError."""
+    """Bind the port and return it. Raise Busy, OSError, InvalidArgument."""
     assert config.port is not None
     await _check_free(config.host, config.port)
     where = config.at(config.port)
@@ -126,7 +124,10 @@ async def _bind(server: grpc.aio.Server, config: GrpcConfig, credentials: TlsCre
 
 
 async def _check_free(host: str, port: int) -> None:
-    """Try to bind the address before gRPC does: gRPC gives no reason for a failure. Raise Busy, OSError."""
+    """Try to bind the address before gRPC does: gRPC gives no reason for a failure.
+
+    Raise Busy, OSError; InvalidArgument for a host that is not of this machine.
+    """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -161,7 +162,7 @@ async def _stop(server: grpc.aio.Server, guard: CallGuard, drain_s: float) -> No
         guard.close(service)
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
-            await guard.ended()
+            await guard.wait_until_idle()
     if guard.open_calls:
         log.warning("gRPC calls did not end within %.1f s and are cancelled: %d", drain_s, guard.open_calls)
     await server.stop(FLUSH_S if not guard.open_calls else None)

@@ -49,14 +49,14 @@ class GuardedCall(ServiceCall):
         raise NotImplementedError
 
     def admit(self, guard: CallGuard, principal: Principal, usage: CallUsage, closing: asyncio.Event) -> None:
-        """The guard has admitted the call."""
+        """Note that the guard has admitted the call."""
         self.principal = principal
         self.client = usage.client
         self.closing = closing
         self._guard, self._usage = guard, usage
 
-    async def admitted(self) -> None:
-        """Called before the handler of a stream."""
+    async def before_stream(self) -> None:
+        """Called after `admit`, before the handler of a method that is no `MethodKind.UNARY`."""
 
     def check_message(self, message: bytes) -> None:
         """Check a message that was read, as `read` says."""
@@ -97,7 +97,7 @@ class GrpcCall(GuardedCall):
         names = cast("Mapping[str, Sequence[bytes]]", self._context.auth_context()).get("x509_common_name", ())
         return names[0].decode("utf-8", "replace") if names else ""
 
-    async def admitted(self) -> None:
+    async def before_stream(self) -> None:
         # Send them first: while a first message is being sent, gRPC cannot send an error.
         await self._context.send_initial_metadata(())
 
@@ -175,12 +175,12 @@ class CallGuard:
         self.change.set()
         self.change = asyncio.Event()
 
-    async def ended(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return when no call is open. Probes do not count."""
         await self._none_open.wait()
 
     def usage(self) -> TotalUsage:
-        """The present usage of all clients together."""
+        """Return the present usage of all clients together."""
         return self._limits.usage()
 
     @property
@@ -217,7 +217,7 @@ class CallGuard:
         try:
             return await self.run(method, GrpcCall(context), *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
-            failure = self.failed(method, error)
+            failure = self.note_failure(method, error)
             await context.abort(failure.status, failure.details, tuple(failure.trailers))
 
     async def run(self, method: ServiceMethod, call: GuardedCall, *requests: bytes) -> Any:
@@ -229,12 +229,12 @@ class CallGuard:
             for request in requests:
                 self.check_size(request)
             if method.kind is not MethodKind.UNARY:
-                await call.admitted()
+                await call.before_stream()
             return await method.handler(call, *requests)
         finally:
             self._leave(method, call)
 
-    def failed(self, method: ServiceMethod, error: Exception) -> CallFailure:
+    def note_failure(self, method: ServiceMethod, error: Exception) -> CallFailure:
         """Count the error of a call, and return it as the caller gets it. Log an error that is a bug."""
         self.failed_calls[code_of(error)] += 1
         if isinstance(error, HeadraceError):

@@ -109,7 +109,7 @@ class ServiceCall(Protocol):
         """Raise Unauthenticated if the token was revoked since the call began. `read` checks this itself."""
 
     def remaining_s(self) -> float | None:
-        """Seconds until the caller's deadline, None without a deadline."""
+        """Return the seconds until the caller's deadline, None without a deadline."""
         ...
 
     def hold(self, nbytes: int) -> None:
@@ -142,13 +142,13 @@ def check_fields(message: Message) -> None:
 
 @cache
 def _limited_fields(kind: type[Message]) -> Sequence[tuple[str, int, Callable[[Any], int]]]:
-    """The limited fields of a request: name, limit, and the function that measures the value."""
+    """Return the limited fields of a request: name, limit, and the function that measures the value."""
     names = [(name, limit, len) for name, limit in NAME_LIMITS.items() if name in kind.DESCRIPTOR.fields_by_name]
     numbers = [(name, limit, int) for name, limit in NUMBER_LIMITS.items() if name in kind.DESCRIPTOR.fields_by_name]
     return names + numbers
 
 
 def details_of(error: HeadraceError) -> str:
-    """The error's text, shortened for sending."""
+    """Return the error's text, shortened for sending."""
     text = str(error).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_DETAILS else f"{text[:MAX_DETAILS]}..."

@@ -35,7 +35,7 @@ from ..client.packets import (
 from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
-from .connection_times import ConnectionTimes
+from .connection_times import FLUSH_S, ConnectionTimes
 from .guard import CODE, CallFailure, CallGuard, GuardedCall, failure_of
 from .limits import ClientLimits, address_of
 from .methods import MethodKind, ServiceMethod
@@ -48,8 +48,6 @@ BACKLOG = 1024
 """Connections that wait to be accepted."""
 WARN_S = 10.0
 """Shortest time between two warnings about broken connections, in seconds."""
-FLUSH_S = 1.0
-"""Time for sending finished answers when the server stops, in seconds."""
 MAX_AUTHORIZATION = 8192
 """Most bytes of the client's greeting."""
 
@@ -81,7 +79,7 @@ class NativeCall(GuardedCall):
         if requests:
             self.messages.end_reading(in_order)
         self.task = connection.loop.create_task(self._run(requests), name=f"headrace {method.name}")
-        self.task.add_done_callback(self._ended)
+        self.task.add_done_callback(self._on_end)
 
     @property
     def common_name(self) -> str:
@@ -100,7 +98,7 @@ class NativeCall(GuardedCall):
         return None if self._deadline is None else self._deadline - self._connection.loop.time()
 
     def stop(self) -> None:
-        """The caller has cancelled the call, or is gone."""
+        """Cancel the call, because the caller has cancelled it or is gone."""
         self._stopped = True
         self.messages.end_writing(_gone)
         self.task.cancel()
@@ -110,14 +108,14 @@ class NativeCall(GuardedCall):
         try:
             answer = await connection.server.guard.run(self._method, self, *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
-            connection.refuse(self.number, connection.server.guard.failed(self._method, error))
+            connection.refuse(self.number, connection.server.guard.note_failure(self._method, error))
             return
         if self._method.kind is MethodKind.UNARY:
             connection.put(PacketKind.ANSWER, self.number, answer)
         else:
             connection.put(PacketKind.END, self.number)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() and not self._stopped:
             cancelled = CallFailure(grpc.StatusCode.CANCELLED, "the silo has cancelled the call", ())
             self._connection.refuse(self.number, cancelled)
@@ -184,7 +182,7 @@ class NativeServerConnection(PacketConnection):
         self.ping_every(self.server.times.native_keepalive_s)
 
     def _begin(self, number: int, body: bytes) -> None:
-        self._number(number)
+        self._note_number(number)
         if len(body) < OPENING.size or len(body) < (at := OPENING.size + body[OPENING.size - 1]):
             raise BrokenProtocol("a call without the name of its method")
         deadline_ms, _ = OPENING.unpack_from(body)
@@ -202,7 +200,7 @@ class NativeServerConnection(PacketConnection):
             call = self._calls[number] = NativeCall(self, number, method, body[at:], deadline)
             self.unread += call.size
 
-    def _number(self, number: int) -> None:
+    def _note_number(self, number: int) -> None:
         """Note the number of a new call."""
         if number <= self._last:
             raise BrokenProtocol(f"call {number:,} begins after call {self._last:,}")
@@ -231,7 +229,7 @@ class NativeServerConnection(PacketConnection):
             super().on_oversize(head)
         error = PayloadTooLarge("the message", head.size, self.server.limits.message_bytes)
         if head.kind == PacketKind.BEGIN:
-            self._number(head.call)
+            self._note_number(head.call)
             self.refuse(head.call, failure_of(error))
         elif (known := self._calls.get(head.call)) is not None:
             known.messages.end_reading(_raising(error))
@@ -292,7 +290,7 @@ class NativeServer:
         return False
 
     def leave(self, connection: NativeServerConnection) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         address = address_of(connection.peer)
         self._connections.discard(connection)
         self._by_address[address] -= 1
@@ -389,7 +387,7 @@ async def _bound(host: str, port: int) -> Sequence[socket.socket]:
 
 
 def _peer(name: Any) -> str:
-    """The address of the other side, in gRPC's form."""
+    """Return the address of the other side, in gRPC's form."""
     if not isinstance(name, tuple):
         return "unknown"
     host, port = cast("tuple[str, int]", name[:2])
@@ -397,6 +395,6 @@ def _peer(name: Any) -> str:
 
 
 def _common_name(certificate: Any) -> str:
-    """The name in a certificate, as `ssl` gives it; "" without a certificate."""
+    """Return the name in a certificate, as `ssl` gives it; "" without a certificate."""
     subject = cast("dict[str, Any]", certificate or {}).get("subject", ())
     return next((value for part in subject for name, value in part if name == "commonName"), "")
