@@ -109,7 +109,7 @@ class LogAdapter(QueueAdapter):
             if not 0 <= queue < self._queues:
                 raise self._no_such_queue(queue)
             if not batch.encoded.startswith(batch.stream.prefix):
-                _check_foreign(batch)
+                _check_encoding(batch)
             nbytes += size
         answer = self._loop.create_future()
         self._committer.submit(CommitRequest(batches, nbytes, answer, sequence))
@@ -244,7 +244,7 @@ def _bounds(snapshot: LogSnapshot, queue: int) -> Bounds:
     return Bounds(end if first is None else first, end)
 
 
-def _check_foreign(batch: EventBatch) -> None:
+def _check_encoding(batch: EventBatch) -> None:
     """Check a batch that does not begin with the name of its stream. Readers must parse it, so it has to be valid."""
     if EventBatch.decode(batch.encoded).stream != batch.stream:
         raise InvalidArgument(f"a batch for {batch.stream} names another stream in its encoding")

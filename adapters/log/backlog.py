@@ -47,7 +47,7 @@ def _counted(snapshot: LogSnapshot, queue: int, first: int, start: int, end: int
 
 
 def _header(snapshot: LogSnapshot, queue: int, first: int) -> BlockHeader | None:
-    """The header of a block, None if it is damaged or missing."""
+    """Return the header of a block, None if it is damaged or missing."""
     try:
         return snapshot.header(queue, first)
     except CorruptRecord:

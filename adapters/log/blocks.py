@@ -65,7 +65,7 @@ class DamagedBlockError(ValueError):
 
 
 class BlockPlace(NamedTuple):
-    """Where a block is stored."""
+    """The queue and the offset at which a block is stored."""
 
     queue: int
     first: int
@@ -178,7 +178,7 @@ def columns(record: bytes | memoryview) -> tuple[array[int], array[int]]:
     """Return encoded size and number of events of each batch, without checking the rest. Raises DamagedBlockError."""
     batches = read_header(record).batches
     values = array("I")
-    values.frombytes(memoryview(record)[_HEADER.size : _HEADER.size + 12 * batches])
+    values.frombytes(memoryview(record)[_HEADER.size : _HEADER.size + COLUMNS_BYTES * batches])
     if len(values) != 3 * batches:
         raise DamagedBlockError("its sizes do not add up")
     if not _LITTLE_ENDIAN:

@@ -20,7 +20,7 @@ from .environment import LogEnvironment
 from .group import CommitGroup, CommitRequest
 from .limits import LogLimits
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class LogCommitter:
@@ -43,8 +43,8 @@ class LogCommitter:
         self._on_answers = on_answers
         self._loop = asyncio.get_running_loop()
         self._calls: deque[CommitRequest] = deque()
-        self._kicked = False
-        self._kick: SimpleQueue[bool] = SimpleQueue()
+        self._wake_scheduled = False
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._unsynced = False
         self._encoder = BlockEncoder()
         self.commits = Histogram()
@@ -57,39 +57,39 @@ class LogCommitter:
     def submit(self, call: CommitRequest) -> None:
         """Store the call with one of the next commits. The result or the error is set on its future."""
         self._calls.append(call)
-        if not self._kicked:
+        if not self._wake_scheduled:
             # At the end of this turn of the loop, so that calls of other tasks in the same turn share the commit.
-            self._kicked = True
+            self._wake_scheduled = True
             self._loop.call_soon(self._start)
 
     async def aclose(self) -> None:
         """Store everything submitted, then stop."""
-        self._kick.put(False)
+        self._wakes.put(False)
         await self._stopped.wait()
 
     def _start(self) -> None:
-        self._kicked = False
-        self._kick.put(True)
+        self._wake_scheduled = False
+        self._wakes.put(True)
 
-    # From here on: the committer's thread.
+    # ---- in the committer's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         # The loop raises RuntimeError if it was closed without `aclose`: then no caller waits for answers.
         with suppress(RuntimeError):
-            going, chores_at = True, time.monotonic() + self._limits.chores_s
-            while going and not self._loop.is_closed():
-                going = self._wait(chores_at)
+            running, chores_at = True, time.monotonic() + self._limits.chores_s
+            while running and not self._loop.is_closed():
+                running = self._wait(chores_at)
                 while self._calls:
                     for calls in groups(self._take(), self._environment.options.group_bytes):
                         self._commit(calls)
-                if not going or time.monotonic() >= chores_at:
+                if not running or time.monotonic() >= chores_at:
                     self._do_chores()
                     chores_at = time.monotonic() + self._limits.chores_s
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def _wait(self, until: float) -> bool:
         try:
-            return self._kick.get(timeout=max(until - time.monotonic(), 0))
+            return self._wakes.get(timeout=max(until - time.monotonic(), 0))
         except Empty:
             return True
 
@@ -103,8 +103,8 @@ class LogCommitter:
             outcomes, grown = self._store(calls)
         except HeadraceError as error:
             outcomes = [error.copy() for _ in calls]
-        except Exception as error:  # noqa: BLE001 (callers must get an answer, and the thread must go on)
-            _log.exception("%s: a commit failed with an unexpected error", self._environment.path)
+        except Exception as error:  # callers must get an answer, and the thread must go on
+            log.exception("%s: a commit failed with an unexpected error", self._environment.path)
             outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
         self._unsynced = True
         self._notify(grown)
@@ -115,13 +115,13 @@ class LogCommitter:
         try:
             self._on_commit(grown)
         except OSError as error:
-            _log.warning("%s: receivers of other handles cannot be woken up: %s", self._environment.path, error)
+            log.warning("%s: receivers of other handles cannot be woken up: %s", self._environment.path, error)
 
     def _store(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], Growth]:
         try:
             return self._store_once(calls)
         except StorageFull:
-            self._environment.advance()
+            self._environment.release_freed_pages()
             return self._store_once(calls)
 
     def _store_once(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], Growth]:
@@ -142,7 +142,7 @@ class LogCommitter:
                 self.syncs.observe(time.monotonic() - began)
             self._unsynced = False
         except StorageError as error:
-            _log.warning("%s: acknowledgements or fsync failed, trying again: %s", self._environment.path, error)
+            log.warning("%s: acknowledgements or fsync failed, trying again: %s", self._environment.path, error)
 
     def _store_acknowledgements(self) -> None:
         pending = self._environment.acknowledgements.pending()
@@ -151,7 +151,7 @@ class LogCommitter:
                 store(changes, pending)
             self._environment.acknowledgements.forget(pending)
 
-    # On the loop.
+    # ---- on the event loop -----------------------------------------------------------------------------------------
 
     def _answer(
         self, calls: Sequence[CommitRequest], outcomes: Sequence[Outcome | HeadraceError], grown: Growth

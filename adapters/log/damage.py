@@ -59,7 +59,7 @@ class ReadableLog(Protocol):
     """An open log."""
 
     def reading(self) -> AbstractContextManager[LogSnapshot]:
-        """A read transaction."""
+        """Open a read transaction."""
         ...
 
 

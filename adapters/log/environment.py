@@ -74,24 +74,24 @@ class LogEnvironment:
 
     @contextmanager
     def reading(self) -> Generator[LogSnapshot]:
-        """A read transaction. Copy records that are used after it. Raises StorageError."""
-        with self._begun(write=False) as txn:
+        """Open a read transaction. Copy records that are used after it. Raises StorageError."""
+        with self._transaction(write=False) as txn:
             yield LogSnapshot(txn, self._databases, self.path)
 
     @contextmanager
     def writing(self) -> Generator[LogChanges]:
-        """A write transaction. It is committed at the end, or rolled back if the body raises.
+        """Open a write transaction. It is committed at the end, or rolled back if the body raises.
 
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
         """
         self._check_present()
-        with self._begun(write=True) as txn:
+        with self._transaction(write=True) as txn:
             yield LogChanges(txn, self._databases, self.path)
 
     def is_current(self) -> bool:
         """Return False if the log was deleted or replaced by another one."""
         try:
-            return _file(self.path) == self._data_file
+            return _data_file_identity(self.path) == self._data_file
         except FileNotFoundError:
             return False
 
@@ -103,7 +103,7 @@ class LogEnvironment:
                 "and open it again"
             )
 
-    def advance(self) -> None:
+    def release_freed_pages(self) -> None:
         """Commit almost nothing, so that LMDB can reuse the pages that a deletion has freed.
 
         LMDB reuses them only in the second transaction after the deletion. So this makes space if the log is full
@@ -143,7 +143,7 @@ class LogEnvironment:
             self._lmdb.close()
 
     @contextmanager
-    def _begun(self, *, write: bool) -> Generator[Transaction]:
+    def _transaction(self, *, write: bool) -> Generator[Transaction]:
         for attempt in (1, 2):
             with self._gate.shared(), _translated(self):
                 try:
@@ -165,7 +165,7 @@ class LogEnvironment:
             if self.options.durability == "relaxed":
                 note_relaxed(self.path)
             environment = self._open_lmdb()
-            self._data_file = _file(self.path)
+            self._data_file = _data_file_identity(self.path)
             try:
                 check_file(environment, self.path)
                 environment.reader_check()
@@ -272,7 +272,7 @@ def acquire(
     """
     create = create and queues is not None
     with _registry:
-        key = _identity(path, provider, create=create)
+        key = _directory_identity(path, provider, create=create)
         environment = _environments.get(key)
         if environment is None:
             environment = LogEnvironment(path, options, provider, queues, create=create)
@@ -337,7 +337,7 @@ def _missing(path: Path, provider: str) -> DataDirectoryError:
     )
 
 
-def _identity(path: Path, provider: str, *, create: bool) -> tuple[int, int]:
+def _directory_identity(path: Path, provider: str, *, create: bool) -> tuple[int, int]:
     try:
         if create:
             path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
@@ -351,7 +351,7 @@ def _identity(path: Path, provider: str, *, create: bool) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _file(path: Path) -> tuple[int, int]:
+def _data_file_identity(path: Path) -> tuple[int, int]:
     found = (path / "data.mdb").stat()
     return found.st_dev, found.st_ino
 

@@ -86,7 +86,7 @@ class LogInspection:
 
     @contextmanager
     def reading(self) -> Generator[LogSnapshot]:
-        """A read transaction. Copy records that are used after it."""
+        """Open a read transaction. Copy records that are used after it."""
         with self._translated(), self._lmdb.begin(buffers=True) as txn:
             yield LogSnapshot(txn, self._databases, self.path)
 

@@ -48,7 +48,7 @@ class TailRow(NamedTuple):
 
     @classmethod
     def unpack(cls, row: bytes | memoryview | None) -> TailRow:
-        """Raises lmdb.CorruptedError if the row has a wrong size."""
+        """Return the state in a row, that of an empty queue for None. Raises lmdb.CorruptedError for a wrong size."""
         return cls() if row is None else cls._make(_unpacked(_TAIL, row))
 
 
@@ -79,7 +79,7 @@ class GapRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 def offset_of(key: bytes | memoryview) -> int:
-    """Raises lmdb.CorruptedError if the key is not an offset."""
+    """Return the offset in a key. Raises lmdb.CorruptedError if it is none."""
     return _unpacked(_OFFSET, key)[0]
 
 

@@ -145,11 +145,8 @@ class LogSnapshot:
             for key, row in cursor:
                 if bytes(key[:4]) != queue_key(queue):
                     break
-                yield StoredGap(offset_of(key[4:]), *_fields(gap_of(row)))
-
-
-def _fields(row: GapRow) -> tuple[int, int, str]:
-    return row.high, row.time_us, row.reason
+                gap = gap_of(row)
+                yield StoredGap(offset_of(key[4:]), gap.high, gap.time_us, gap.reason)
 
 
 class LogChanges(LogSnapshot):
