@@ -157,12 +157,12 @@ class MemoryAdapter(QueueAdapter):
     def _enter(self, call: EnqueueCall) -> None:
         self._gate.enter(call)
         if not call.answer.done():
-            call.answer.add_done_callback(lambda _: None if call.begun else self._gate.withdraw(call))
+            call.answer.add_done_callback(lambda _: None if call.has_begun else self._gate.withdraw(call))
 
     def _store(self, batches: Sequence[Placed]) -> Sequence[Receipt]:
         return [Receipt(SequenceToken(self._queues[queue].append(batch))) for queue, batch in batches]
 
 
 async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> MemoryAdapter:
-    """Entry point of the adapter `memory`. Raises InvalidArgument for wrong options."""
+    """Open the adapter `memory`. Raises InvalidArgument for wrong options."""
     return MemoryAdapter(context, read_options("memory", MemoryOptions, options))

@@ -39,16 +39,16 @@ class EnqueueCall:
         self._receipts: list[Receipt] = []
 
     @property
-    def begun(self) -> bool:
-        """Some batches of the call are stored."""
+    def has_begun(self) -> bool:
+        """Whether some batches of the call are stored."""
         return bool(self._receipts)
 
     @property
     def weight(self) -> int:
-        return sum(map(events_of, self._slices[0])) if self._stores else 0
+        return sum(map(events_of, self._slices[0])) if self._must_store else 0
 
     def enter(self) -> bool:
-        if not self._stores:
+        if not self._must_store:
             self._answer_without_storing()
             return True
         self._receipts += self._store(self._slices.popleft())
@@ -62,8 +62,8 @@ class EnqueueCall:
             self.answer.set_exception(error)
 
     @property
-    def _stores(self) -> bool:
-        if self.begun:
+    def _must_store(self) -> bool:
+        if self.has_begun:
             return True
         if self.answer.cancelled():
             return False

@@ -33,7 +33,7 @@ class CapacityGate(Generic[RequestT]):
 
     def __init__(self, capacity: int | None) -> None:
         self._free: float = math.inf if capacity is None else capacity
-        self._line: deque[RequestT] = deque()
+        self._requests: deque[RequestT] = deque()
 
     @property
     def free(self) -> float:
@@ -43,24 +43,24 @@ class CapacityGate(Generic[RequestT]):
     @property
     def waiting(self) -> int:
         """Number of waiting requests."""
-        return len(self._line)
+        return len(self._requests)
 
     def enter(self, request: RequestT) -> None:
         """Admit the request, now or when its turn comes."""
-        self._line.append(request)
+        self._requests.append(request)
         self._serve()
 
     def enter_nowait(self, request: RequestT) -> bool:
         """Let the request take its first step now. Return False if there is no capacity, or if other requests wait."""
-        if self._line or request.weight > self._free:
+        if self._requests or request.weight > self._free:
             return False
         self.enter(request)
         return True
 
     def withdraw(self, request: RequestT) -> None:
         """Remove a waiting request; the ones behind it may enter. No effect if it does not wait."""
-        if request in self._line:
-            self._line.remove(request)
+        if request in self._requests:
+            self._requests.remove(request)
             self._serve()
 
     def release(self, weight: int) -> None:
@@ -70,15 +70,15 @@ class CapacityGate(Generic[RequestT]):
 
     def dismiss(self) -> Sequence[RequestT]:
         """Remove all waiting requests without admitting them, and return them."""
-        dismissed = tuple(self._line)
-        self._line.clear()
+        dismissed = tuple(self._requests)
+        self._requests.clear()
         return dismissed
 
     def _serve(self) -> None:
-        while self._line and (weight := self._line[0].weight) <= self._free:
+        while self._requests and (weight := self._requests[0].weight) <= self._free:
             self._free -= weight
-            if self._line[0].enter():
-                self._line.popleft()
+            if self._requests[0].enter():
+                self._requests.popleft()
 
 
 def cut(items: Sequence[T], weight: Callable[[T], int], capacity: int | None) -> list[Sequence[T]]:
