@@ -1,4 +1,4 @@
-"""What the group commits of the adapters `log` and `postgres` have in common."""
+"""The common part of the group commits of the adapters `log` and `postgres`."""
 
 from __future__ import annotations
 

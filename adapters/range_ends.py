@@ -11,7 +11,7 @@ from ..streams.identity import StreamId
 from .receiving import Bounds, QueueReceiver
 
 READ_EVENTS, READ_BYTES = 1 << 20, 1 << 20
-"""RangeLimits of one `receive`."""
+"""Limits of one `receive`: events, and encoded bytes."""
 
 
 def every_stream(_: StreamId) -> bool:

@@ -22,7 +22,7 @@ from ...streams.identity import StreamId, unquote
 from ..options import job_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
-from ..sink import publish_batch
+from ..sink import DEFAULT_STAGING, publish_batch
 from .files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _split(options: Mapping[str, object], checkpoint: Path) -> tuple[dict[str, s
     source_options(reads)
     if ProviderPlace.of(reads).data is not None:
         reads["data"] = place["data"] = str(Path(reads["data"]).absolute())
-    staging = given.get("staging") or (None if "data" in place else str(checkpoint / "headrace-staging"))
+    staging = given.get("staging") or (None if "data" in place else str(checkpoint / DEFAULT_STAGING))
     return reads, place if staging is None else {**place, "staging": staging}
 
 
