@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...streams.errors import SequenceConflict
 from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import ProducerSequence, Receipt
+from ..producer_turns import ProducerTurns
 from .ledger import CALL, CallPart, ProducerState
 from .ledgers import KafkaLedgers
 from .publisher import OutgoingRecord
@@ -21,32 +20,24 @@ Send = Callable[[Sequence[OutgoingRecord]], Awaitable[Sequence[int]]]
 """Stores records, and returns their offsets."""
 
 
-class _CallOrder:
-    """Lets one call of a producer run at a time."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0
-
-
 class IdempotentCalls:
     """The idempotent producers of one provider, as this process knows them."""
 
     def __init__(self, ledgers: KafkaLedgers, send: Send) -> None:
         self._ledgers = ledgers
         self._send = send
-        self._orders: dict[str, _CallOrder] = {}
+        self._turns = ProducerTurns()
         self._known: dict[str, ProducerState] = {}
 
     async def last(self, producer: str) -> int:
         """Return the number of the last call that is stored as a whole, 0 if there is none."""
-        async with self._ordered(producer):
+        async with self._turns.turn(producer):
             return (await self._read(producer)).last.number
 
     async def store_once(self, sequence: ProducerSequence, records: Sequence[OutgoingRecord]) -> Sequence[Receipt]:
         """Store the call, or its missing part. A call that is stored as a whole is not stored again. Raises
         SequenceConflict if earlier calls are missing."""
-        async with self._ordered(sequence.producer):
+        async with self._turns.turn(sequence.producer):
             state = self._known.get(sequence.producer)
             if state is None or not state.last.accepts(sequence):  # another process may have stored later calls
                 state = await self._read(sequence.producer)
@@ -93,15 +84,3 @@ class IdempotentCalls:
         self._known[producer] = state
         if len(self._known) > KNOWN_PRODUCERS:
             del self._known[next(iter(self._known))]
-
-    @asynccontextmanager
-    async def _ordered(self, producer: str) -> AsyncGenerator[None]:
-        order = self._orders.setdefault(producer, _CallOrder())
-        order.users += 1
-        try:
-            async with order.lock:
-                yield
-        finally:
-            order.users -= 1
-            if not order.users:
-                del self._orders[producer]

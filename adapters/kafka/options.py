@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...streams.errors import InvalidArgument
-from .secrets import ClientValue, SecretPlace, masked
+from .secrets import ClientValue, SecretPlace, is_secret, masked
 
 MAX_TOPIC_CHARACTERS = 239
 """Kafka's limit is 249, and `TOPIC.producers` must be a name, too."""
@@ -87,7 +87,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def location(self, topic: str, topic_id: str) -> Mapping[str, Any]:
         """Return the options that locate the queues and decide the settings of the topic, without secrets."""
         stored = {
-            name: value for name, value in self.kafka.items() if isinstance(value, SecretPlace) or not _secret(name)
+            name: value for name, value in self.kafka.items() if isinstance(value, SecretPlace) or not is_secret(name)
         }
         return {
             "bootstrap": self.bootstrap,
@@ -105,11 +105,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 _FIXED_OPTIONS = ("topic", "format", "partitioner", "namespace")
-"""Options that decide what the offsets and streams of the queues mean."""
-
-
-def _secret(name: str) -> bool:
-    return masked({name: "x"})[name] != "x"
+"""Options that decide the meaning of the queues' offsets and streams."""
 
 
 def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
