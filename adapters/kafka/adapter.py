@@ -204,14 +204,14 @@ class KafkaAdapter(QueueAdapter):
             )
 
         return ReceiverQueue(
-            queue,
-            fetch,
-            note,
-            lambda: self.bounds(queue),
-            self._watch.check,
-            lambda: self._watch.fault,
-            self._clients.failure,
-            acknowledge,
+            number=queue,
+            fetch=fetch,
+            note=note,
+            bounds=lambda: self.bounds(queue),
+            check=self._watch.check,
+            fault=lambda: self._watch.fault,
+            failure=self._clients.failure,
+            acknowledge=acknowledge,
         )
 
     def _note(self, queue: int, group: FetchedGroup) -> Sequence[int]:
@@ -223,7 +223,7 @@ class KafkaAdapter(QueueAdapter):
         return duplicates
 
     def _wake(self) -> None:
-        """The state of the topic has changed."""
+        """Wake the receivers, because the state of the topic has changed."""
         if self._publisher is not None and self._watch.is_unusable and (fault := self._watch.fault) is not None:
             self._publisher.abandon(fault)
         for receiver in self._receivers:

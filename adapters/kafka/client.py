@@ -154,13 +154,13 @@ class KafkaClients:
         )
 
     def admin(self) -> AdminClient:
-        # What it would log is in the errors of its requests.
+        # Its log would only repeat the errors of its requests.
         client = self._made(AdminClient, {"log_level": 0})
         self._administrators.append(client)
         return cast(AdminClient, client)
 
-    def answered(self) -> None:
-        """Forget the errors of connections: the brokers have answered."""
+    def note_answer(self) -> None:
+        """Forget the errors of connections, because the brokers have answered."""
         self._serve()
         self._connections.forget()
 
@@ -245,5 +245,5 @@ async def answer_of(
         found = future.result()
     except KafkaException as error:
         raise clients.failure(doing, error, needs=needs) from None
-    clients.answered()
+    clients.note_answer()
     return found

@@ -1,4 +1,4 @@
-"""What librdkafka logs, for `logging`: few lines, in plain words."""
+"""Passes the log of librdkafka on to `logging`: few lines, in plain words."""
 
 from __future__ import annotations
 

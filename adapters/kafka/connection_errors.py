@@ -20,7 +20,7 @@ class ConnectionErrors:
         self._last: KafkaError | None = None
 
     def note(self, error: KafkaError) -> None:
-        """Note an error that a client reports. A refusal counts for more than that no broker is connected."""
+        """Note an error that a client reports. "All brokers are down" does not replace another one."""
         if error.code() != KafkaError._ALL_BROKERS_DOWN or self._last is None:  # noqa: SLF001 (its name)
             self._last = error
 

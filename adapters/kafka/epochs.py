@@ -57,6 +57,5 @@ class ReadEpochs:
         return found
 
     def put_back(self, taken: Iterable[EpochRange]) -> None:
-        """Ranges that were taken could not be stored: the next call takes them again, with those that were read
-        since."""
+        """Let the next call take these ranges again, because they could not be stored."""
         self._unsaved.update(each.epoch for each in taken)

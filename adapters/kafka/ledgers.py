@@ -204,7 +204,7 @@ class KafkaLedgers:
         return [offset for offset, part, time_ms in calls if not ledger.observe(offset, part, time_ms)]
 
     def note_read(self, queue: int, position: int, records: int, nbytes: int) -> None:
-        """A receiver has read the queue up to `position`."""
+        """Note that a receiver has read the queue up to `position`."""
         self._queues[queue].advance(position)
         self._count(queue, records, nbytes)
 

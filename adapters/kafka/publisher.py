@@ -156,7 +156,7 @@ class RecordPublisher:
         return call.answer
 
     def abandon(self, fault: HeadraceError) -> None:
-        """The topic is gone: do not send the records that wait, so that they are not stored in another one of its name.
+        """Do not send the records that wait, because the topic is gone: another one of its name must not store them.
         Their calls fail with this reason, and may nevertheless be stored."""
         self._fault = StorageError(f"events were not confirmed: {fault}")
         self._producer.purge(blocking=False)

@@ -135,7 +135,7 @@ class KafkaReceiver(QueueReceiver):
             self._fetcher.release(nbytes)
 
     def _arrived(self, group: FetchedGroup) -> None:
-        """A group of records was fetched."""
+        """Add the records of a group that was fetched."""
         self._unchecked = self._unchecked or group.paused
         duplicates = self._queue.note(group)
         if duplicates or group.unreadable:
@@ -219,7 +219,7 @@ class KafkaReceiver(QueueReceiver):
         return Received((), first, gap)
 
     def wake(self) -> None:
-        """The state of the topic has changed."""
+        """Look at the topic again, because its state has changed."""
         self._changed.set()
 
     async def acknowledge(self, offset: int) -> None:

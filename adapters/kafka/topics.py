@@ -164,7 +164,7 @@ _OLD_LEADER = (
 
 
 def _knows_old_leader(answer: Any) -> bool:
-    """Whether the client asked a broker that leads no more, or with an epoch that is not the leader's."""
+    """Return whether the client asked a broker that leads no more, or with an epoch that is not the leader's."""
     error = answer.exception() if answer.done() else None
     return isinstance(error, KafkaException) and error.args[0].code() in _OLD_LEADER
 
