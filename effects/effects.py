@@ -90,8 +90,8 @@ class Effects:
         return made
 
     async def check_once(self) -> None:
-        """Run `check`, unless a check of this engine has succeeded in this process. Like an event, it waits for its
-        turn."""
+        """Run `check`, unless a check of this engine has succeeded in this process. It waits for a free transaction, as
+        events do."""
         engine = self.database.engine
         if engine not in _checked:
             async with self._slots_of_loop():
@@ -100,7 +100,7 @@ class Effects:
 
     async def check(self) -> None:
         """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
-        statement, Unavailable if the database cannot be reached. With an AsyncConnection, this waits for its turn."""
+        statement, Unavailable if the database cannot be reached. With an AsyncConnection, wait until it is free."""
         async with self._slots_of_loop() if self._has_one_connection else nullcontext():
             await self._check()
 

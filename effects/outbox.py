@@ -374,8 +374,8 @@ def _insert_buffered(session: Session, connection: Connection) -> None:
 def _before_commit(session: Session) -> None:
     buffered = session.info.setdefault(_BUFFERED, BufferedEvents())
     if session.get_nested_transaction() is not None:
-        # Either a savepoint is released, or the transaction is committed above an open savepoint. Then no event of the
-        # session follows, and the rows are inserted by the one of its connection.
+        # Either a savepoint is released, or the transaction is committed above an open savepoint. In the second case,
+        # SQLAlchemy calls no further listener of the session, so a listener of its connection inserts the rows.
         if buffered.rows:
             _insert_at_commit(session, session.connection())
         return

@@ -87,9 +87,8 @@ NO_STATE = EncodedState(None, None, None)
 class StreamPosition:
     """The position of one stream in one scope. Its methods execute statements.
 
-    All events of a stream must be in one queue, because offsets of two queues have no order. An event of another queue
-    is not applied. With `misplaced`, the row has these events of the scope's queue: none is applied by a delivery, but
-    a redrive applies them.
+    All events of a stream must be in one queue, because offsets of two queues have no order. A delivery does not apply
+    an event of another queue; a redrive does. With `misplaced`, this is the row of the scope's queue for such events.
     """
 
     def __init__(self, scope: EffectScope, stream: StreamId, *, misplaced: bool = False) -> None:
@@ -133,8 +132,8 @@ class StreamPosition:
         return known is not None and known.generation == scope.generation and known.queue != scope.queue
 
     def of_failures(self, connection: Connection) -> StreamPosition:
-        """Return the position that has the failed events of the scope's queue. The statements on events that failed
-        are for that one."""
+        """Return the position for statements on failed events: this one, or that of misplaced events if the stream
+        belongs to another queue than that of the scope."""
         scope, stream = self.scope, self._stream
         declared = scope.queues is None or scope.queue in scope.queues.queues_with(stream)
         if declared and not self._is_misplaced(self.find(connection)):

@@ -39,8 +39,8 @@ class QueryProgress(NamedTuple):
     """The progress of a query."""
 
     offsets: list[int]
-    same: bool
-    """The offsets are of these queues, not of an earlier log or one elsewhere."""
+    is_same_log: bool
+    """Whether the offsets are of these queues, not of an earlier log or one elsewhere."""
 
 
 def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selector) -> QueryProgress:
@@ -56,8 +56,8 @@ def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selecto
             f"the query's checkpoint is of the streams {offset[_STREAMS]}, and 'namespace' and 'key' select "
             f"{selector.pattern}, whose earlier events the query would miss: use another checkpointLocation"
         )
-    same = access.identity is None or offset.get(_LOG, access.identity) == access.identity
-    return QueryProgress([int(offset[str(queue)]) for queue in range(access.queues)], same)
+    is_same_log = access.identity is None or offset.get(_LOG, access.identity) == access.identity
+    return QueryProgress([int(offset[str(queue)]) for queue in range(access.queues)], is_same_log)
 
 
 def lag(progress: Mapping[str, Any]) -> int:

@@ -158,7 +158,7 @@ class _Reading:
 
     def check_same(self, progress: QueryProgress) -> None:
         """Raise InvalidArgument if `failOnDataLoss` is set and a checkpoint is of another log."""
-        if not progress.same and self.options.fail_on_data_loss:
+        if not progress.is_same_log and self.options.fail_on_data_loss:
             raise InvalidArgument(
                 "the query's checkpoint is of another provider, or of one that was deleted and made anew: use another "
                 "checkpointLocation, or set the option 'failOnDataLoss' to false to read this one from its first batch"
@@ -316,9 +316,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[RangePartition]:
         states = self._access.states()
         begun, until = self._progress(start), self._progress(end)
-        if not until.same:  # the plan was made for another log, which is gone
+        if not until.is_same_log:  # the plan was made for another log, which is gone
             return []
-        starts, ends = begun.offsets if begun.same else [state.first for state in states], until.offsets
+        starts, ends = begun.offsets if begun.is_same_log else [state.first for state in states], until.offsets
         for queue, state in enumerate(states):
             if starts[queue] > ends[queue]:  # see `_starts`
                 starts[queue] = state.first
@@ -348,7 +348,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _starts(self, progress: QueryProgress, states: Sequence[RetainedRange]) -> list[int]:
         """Return the next offset of each queue. If the log is another one, or a queue ends before the offset, and
         that is no error, reading begins again at the first batch."""
-        if not progress.same:
+        if not progress.is_same_log:
             return [state.first for state in states]
         starts = list(progress.offsets)
         for queue, state in enumerate(states):

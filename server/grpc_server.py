@@ -79,7 +79,7 @@ def _server(
     server = grpc.aio.server(options=_options(limits, times))
     own = sorted({method.service for method in methods})
     probes = [*HealthReporter(guard).methods(), *reflection_methods([*own, HEALTH])]
-    guard.offer([*methods, *probes])
+    guard.open_services([*methods, *probes])
     for service, handlers in guard.handlers([*methods, *probes]).items():
         server.add_registered_method_handlers(service, dict(handlers))
     return server

@@ -138,7 +138,7 @@ class CallGuard:
         self._none_open = asyncio.Event()
         self._none_open.set()
 
-    def offer(self, methods: Iterable[ServiceMethod]) -> None:
+    def open_services(self, methods: Iterable[ServiceMethod]) -> None:
         """Open the services of these methods. Call this before `handlers` and `run`."""
         for method in methods:
             self._closing.setdefault(method.service, asyncio.Event())

@@ -199,7 +199,7 @@ class Silo:
         else:
             guard = CallGuard(NoTokens(), ClientLimiter(UNLIMITED, asyncio.get_running_loop().time))
             self._methods = methods(guard)
-            guard.offer(self._methods)
+            guard.open_services(self._methods)
         if self._dashboard is not None:
             self._dashboard.open(self._methods, tokens, lambda: name_of(self))
             stack.callback(self._dashboard.close)

@@ -99,7 +99,7 @@ def test_progress_of_another_log_is_told():
     one, other = Queues(RetainedRange(0, 20)), Queues(RetainedRange(0, 20))
     one.identity, other.identity = 1, 2
     assert from_spark(spark_offset([5], one, ALL), other, ALL) == ([5], False)
-    assert from_spark({"0": 5}, one, ALL).same
+    assert from_spark({"0": 5}, one, ALL).is_same_log
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(1, 10**6))
