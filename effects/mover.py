@@ -28,7 +28,6 @@ from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
 from ..streams.events import EventBatch
 from ..streams.failure_log import described
 from ..streams.incoming import accepted
-from ..streams.producer_ledger import LastCall
 from ..streams.publishing import ProducerSequence, Receipt
 from .database import EffectDatabase, outages
 from .outbox import LANES
@@ -50,12 +49,14 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
 _NO_IDS = "[]"
 _LANE = "provider = :provider AND lane = :lane"
-_BUSY_LANES = text(
-    " UNION ALL ".join(
-        f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
-        for lane in range(LANES)
-    )
+_LANES_WITH_ROWS = " UNION ALL ".join(
+    f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
+    for lane in range(LANES)
 )
+_BUSY_LANES = text(f"""
+    SELECT busy.lane, known.producer FROM ({_LANES_WITH_ROWS}) AS busy
+    LEFT JOIN headrace_outbox_lane AS known ON known.provider = :provider AND known.lane = busy.lane
+""")  # noqa: S608
 _NEW_LANE = text("""
     INSERT INTO headrace_outbox_lane (provider, lane, producer, number, ids, holder, until_us)
     VALUES (:provider, :lane, :producer, 0, '[]', '', 0) ON CONFLICT DO NOTHING
@@ -200,7 +201,9 @@ class OutboxMover:
             with outages():
                 lanes = await transaction.call(self._busy_lanes)
         # A lane that fails neither cancels the others nor leaves them behind: all have ended when this returns.
-        outcomes = await asyncio.gather(*map(self._move_lane, lanes), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(self._move_lane(lane, producer) for lane, producer in lanes), return_exceptions=True
+        )
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise failures[0]
@@ -217,27 +220,26 @@ class OutboxMover:
         age_s = 0.0 if oldest is None else max(now_us() - oldest, 0) / 1e6
         return OutboxBacklog(batches, int(events), age_s, refused)
 
-    def _busy_lanes(self, connection: Connection) -> Sequence[int]:
+    def _busy_lanes(self, connection: Connection) -> Sequence[tuple[int, str | None]]:
+        """Return the lanes that have rows, and their producers. None: the lane has none yet."""
         require(connection)
-        return connection.execute(_BUSY_LANES, {"provider": self._target.name}).scalars().all()
+        return [(lane, producer) for lane, producer in connection.execute(_BUSY_LANES, {"provider": self._target.name})]
 
-    async def _move_lane(self, lane: int) -> int:
-        moved, release = 0, await self._step(lane, None)
-        while release is not None:
-            if not await self._publish(lane, release):
+    async def _move_lane(self, lane: int, producer: str | None) -> int:
+        # The queue is asked before the lane: if the database was restored from a backup, the queue has later numbers.
+        moved, last = 0, 0 if producer is None else await self._target.last_sequence(producer)
+        while (release := await self._step(lane, last)) is not None:
+            if not await self._publish(lane, release, last):
                 return moved + 1  # the lane goes on without the stream that the queue refused
             moved += len(release.batches)
             self.moved_events += sum(batch.count for batch in release.batches)
-            release = await self._step(lane, release.number)
+            last = release.number
         return moved
 
-    async def _publish(self, lane: int, release: OutboxRelease) -> bool:
+    async def _publish(self, lane: int, release: OutboxRelease, last: int) -> bool:
         """Publish a release. If the queue refuses it, halve it, or mark its only batch as refused, and return False."""
-        last = LastCall(await self._target.last_sequence(release.producer))
-        if release.number <= last.number:
-            return True
         # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
-        sequence = ProducerSequence(release.producer, release.number, last.number)
+        sequence = ProducerSequence(release.producer, release.number, last)
         try:
             await self._target.publish_encoded(release.batches, sequence=sequence)
         except (InvalidArgument, NotSupported) as error:
@@ -278,16 +280,17 @@ class OutboxMover:
             connection.execute(_BEGIN_WRITING, key)
         return connection.execute(_LOCK_LANE[dialect], key).first()
 
-    async def _step(self, lane: int, published: int | None) -> OutboxRelease | None:
-        """Return the lane's release. If the one with the number `published` is published, delete its rows first, and
-        decide the next one. None: there are no rows, or another process has the lease."""
+    async def _step(self, lane: int, last: int) -> OutboxRelease | None:
+        """Return the lane's release. `last` is the last number that the queue has: if it has the one of the release,
+        delete the rows of the release first, and decide the next one. None: there are no rows, or another process has
+        the lease."""
         async with self._slots, self._database.transaction() as transaction:
             with outages():
-                return await transaction.call(self._decide, lane, published)
+                return await transaction.call(self._decide, lane, last)
 
-    def _decide(self, connection: Connection, lane: int, published: int | None) -> OutboxRelease | None:
+    def _decide(self, connection: Connection, lane: int, last: int) -> OutboxRelease | None:
         key, dialect = self._key(lane), connection.dialect.name
-        if published is None:
+        if not last:
             connection.execute(_NEW_LANE, {**key, "producer": f"outbox {uuid.uuid4().hex}"})
         row = self._lock(connection, lane)
         # More than a lease is left only if the clock was set back.
@@ -296,7 +299,7 @@ class OutboxMover:
         number = row.number
         rows: Sequence[Row[int, bytes]] = ()
         if row.ids != _NO_IDS:
-            if published == number:
+            if number <= last:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
             else:
                 rows = connection.execute(_RELEASED[dialect], {"ids": row.ids}).all()
@@ -304,6 +307,8 @@ class OutboxMover:
             ids = [each.id for each in rows]
             batches = [accepted(bytes(batch), now_us()) for _, batch in rows]
         else:
+            # A restored database has a lower number than the queue, which would take the next releases for stored.
+            number = max(number, last)
             ids, batches = self._next(connection, key)
             number += bool(ids)
         self._write_lane(connection, lane, number, ids)

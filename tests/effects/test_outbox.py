@@ -389,6 +389,25 @@ async def test_a_clock_that_was_set_back_does_not_stop_the_outbox(async_database
     assert queue.payloads() == [b"a", b"b"]
 
 
+async def test_new_events_of_a_database_that_was_restored_from_a_backup_are_moved(async_database: UserDatabase):
+    queue = RecordingQueue()
+    mover = OutboxMover(database_of(async_database.engine), queue)
+
+    async def move(payload: bytes) -> None:
+        publish(async_database, STREAM, payload)
+        assert await mover.move() == 1
+
+    await move(b"a")
+    ((number, ids),) = async_database.rows("SELECT number, ids FROM headrace_outbox_lane")
+    for payload in (b"b", b"c"):
+        await move(payload)
+    async_database.execute("UPDATE headrace_outbox_lane SET number = :number, ids = :ids", number=number, ids=ids)
+    for payload in (b"d", b"e", b"f"):
+        await move(payload)
+    assert queue.payloads() == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    assert rows(async_database) == 0
+
+
 async def test_after_any_error_of_the_database_the_mover_goes_on(async_database: UserDatabase):
     queue = RecordingQueue()
     publish(async_database, STREAM, b"a")
