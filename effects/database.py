@@ -488,8 +488,10 @@ def is_outage(error: BaseException) -> bool:
         return True
     if isinstance(error.orig, sqlite3.Error):
         return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_OUTAGES
-    state = sqlstate(error)
-    return state.startswith(_OUTAGES) if state else isinstance(error, OperationalError)
+    if state := sqlstate(error):
+        return state.startswith(_OUTAGES)
+    # The error has a statement if the driver refuses to send it, for example because it has too many parameters.
+    return isinstance(error, OperationalError) and error.statement is None
 
 
 def is_conflict(error: BaseException) -> bool:

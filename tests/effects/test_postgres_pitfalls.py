@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
@@ -56,6 +57,24 @@ async def test_a_deadlock_runs_the_handler_again(kind: str, schema_url: Callable
         effects, _ = in_scope(database, move)
         await asyncio.gather(*(effects.call(event_at(5, stream=stream)) for stream in STREAMS))
         assert (calls, database.rows("SELECT balance FROM account")) == (3, [(2,), (2,)])
+
+
+# ---- statements that are not sent ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_a_statement_with_too_many_parameters_is_no_outage(kind: str, schema_url: Callable[[], str]):
+    """Libpq refuses it, with an error that has no SQLSTATE."""
+    values = {f"p{number}": number for number in range(70_000)}
+    statement = text(f"SELECT 1 WHERE 1 IN ({', '.join(f':{name}' for name in values)})")
+
+    async def ask(_: Event, tx: Transaction) -> None:
+        await tx.execute(statement, values)
+
+    async with user_database(kind, "", schema_url, hide_parameters=True) as database:
+        effects, _ = in_scope(database, ask)
+        with pytest.raises(DBAPIError):
+            await effects.call(event_at(5))
 
 
 # ---- backends that end -----------------------------------------------------------------------------------------------
