@@ -35,11 +35,16 @@ class HandlerState:
         self._known = known
         self._encoded: EncodedState | None = None
         self._value: Any = None
-        if known is not None:
-            self._value = options.decode(known.state, known.state_version, known.expires_at_us, now_us())
+        self._is_decoded = False
 
     @property
     def value(self) -> Any:
+        """Raises the errors of `StreamState.decode`. A state that the handler does not read is not decoded."""
+        if not self._is_decoded:
+            known = self._known
+            if known is not None:
+                self._value = self._options.decode(known.state, known.state_version, known.expires_at_us, now_us())
+            self._is_decoded = True
         return self._value
 
     @value.setter
@@ -49,7 +54,7 @@ class HandlerState:
             self._encoded = NO_STATE
         else:
             self._encoded = EncodedState(encoded, self._options.version, self._options.expires_at_us(now_us()))
-        self._value = value
+        self._value, self._is_decoded = value, True
 
     def encoded(self) -> EncodedState:
         """Return the state to store: the stored one if the handler assigned none."""

@@ -220,6 +220,20 @@ async def test_a_state_of_another_version_is_upgraded(async_database: UserDataba
     assert states(async_database) == [b'["1 of version 1","42@6"]']
 
 
+async def test_a_state_that_cannot_be_read_fails_no_event_that_is_applied(async_database: UserDatabase):
+    """A handler of an older version gets such an event after a crash, and becomes no dead letter."""
+    newer, _ = in_scope(async_database, count, state=StreamState(version=2))
+    await newer.call(event_at(5))
+    await give_up(newer, [event_at(6)])
+    await newer.redrive(event_at(6))
+    older, counts = in_scope(async_database, count, state=KEPT)
+    await older.call(event_at(5))
+    await older.redrive(event_at(6))
+    assert (counts.already_applied, async_database.log()) == (2, ["42@5", "42@6"])
+    with pytest.raises(InvalidArgument, match="the stored state has version 2"):
+        await older.call(event_at(7))
+
+
 async def test_a_state_of_bytes(async_database: UserDatabase):
     async def append(event: Event, tx: Transaction) -> None:
         tx.state = (tx.state or b"") + b"\0\xff"
