@@ -28,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from ..streams.clock import now_us
 from ..streams.errors import InvalidArgument, NotFound, NotSupported, PayloadTooLarge, StorageError
 from ..streams.identity import SequenceToken, StreamId
-from .failed_events import recount_all
+from .failed_events import count_again
 from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 from .state import MAX_STATE_BYTES
 
@@ -281,10 +281,12 @@ def prune(connection: Connection, older_than: timedelta, origin: str | None = No
     nothing = {"state": None, "state_version": None, "expires_at_us": None, "revision": row.revision + 1}
     ended = connection.execute(update(positions).where(expired).values(nothing)).rowcount
     before = now - older_than // _MICROSECOND
+    key = row.origin, row.subscription, row.stream
+    counting = connection.execute(select(*key).where(row.unapplied > 0, *mine).with_for_update()).mappings().all()
     event = unapplied.c
     decided = and_(event.changed_at_us < before, event.outcome != UNAPPLIED, *_matching(unapplied, None, origin))
     connection.execute(delete(unapplied).where(decided))
-    recount_all(connection)
+    count_again(connection, [dict(each) for each in counting])
     idle = and_(row.written_at_us < before, row.state.is_(None), row.unapplied == 0, *mine)
     return ended, connection.execute(delete(positions).where(idle)).rowcount
 

@@ -7,7 +7,7 @@ event without a row: it may have become a dead letter before the subscription ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -36,15 +36,14 @@ _ADD = text("""
 """)
 _SET = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT}")
 _CLAIM = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT} AND outcome = '{UNAPPLIED}'")
-_COUNT_ALL = f"""
+_COUNT = text(f"""
     UPDATE headrace_position AS p SET unapplied = (
         SELECT COUNT(*) FROM headrace_unapplied AS u
         WHERE u.origin = p.origin AND u.subscription = p.subscription AND u.stream = p.stream
         AND (u.outcome <> '{APPLIED}'
              OR (u.generation, u.token_offset, u.token_index) > (p.generation, p.token_offset, p.token_index))
-    )"""  # noqa: S608
-_COUNT = text(f"{_COUNT_ALL} WHERE {_KEY}")
-_COUNT_AGAIN = text(f"{_COUNT_ALL} WHERE p.unapplied > 0")
+    ) WHERE {_KEY}
+""")  # noqa: S608
 
 EventIdentity = tuple[int, int, int]
 
@@ -138,9 +137,11 @@ class FailedEvents:
         }  # fmt: skip
 
 
-def recount_all(connection: Connection) -> None:
-    """Count the rows of all streams again, after some were deleted."""
-    connection.execute(_COUNT_AGAIN)
+def count_again(connection: Connection, keys: Sequence[Mapping[str, Any]]) -> None:
+    """Count the rows of streams again, after some were deleted. The positions of the streams must be locked: a count
+    that waits for another transaction would not see the rows of that one."""
+    if keys:
+        connection.execute(_COUNT, keys)
 
 
 def token_of(event: Event) -> SequenceToken:

@@ -21,8 +21,10 @@ from headrace import (
     Transaction,
 )
 from headrace.effects import administration
+from headrace.effects.positions import StreamPosition
 from headrace.streams.errors import PayloadTooLarge
 from headrace.streams.transactions import EffectCounts, EffectScope
+from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, user_database
 from tests.effects.test_dead_letters import give_up
 from tests.effects.test_transactional_handlers import STREAM, batch_at, event_at, in_scope, write_down
@@ -299,3 +301,23 @@ async def test_prune_deletes_old_positions_and_keeps_states_and_events_to_redriv
         assert administration.prune(connection, timedelta(days=1)) == (1, 2)
     left = [stream for (stream,) in async_database.rows("SELECT stream FROM headrace_position ORDER BY stream")]
     assert left == ["orders/kept", "orders/new", "orders/redrivable"]
+
+
+async def test_prune_counts_an_event_that_fails_meanwhile(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        effects, _ = in_scope(database)
+        await effects.note_unknown(event_at(5))
+        database.execute("UPDATE headrace_unapplied SET changed_at_us = 1")
+
+        def prune() -> None:
+            with database.inspecting.begin() as connection:
+                administration.prune(connection, timedelta(days=1))
+
+        with database.inspecting.begin() as connection:
+            StreamPosition(EffectScope("here", "billing", 0, 1), STREAM).note_failed(connection, [event_at(6)])
+            pruning = asyncio.create_task(asyncio.to_thread(prune))
+            await until(lambda: bool(database.rows("SELECT 1 FROM pg_locks WHERE NOT granted")))
+        await pruning
+        await effects.call(event_at(6))  # after a crash, its dead letter is stored already
+        await effects.redrive(event_at(6))
+        assert database.log() == ["42@6"]
