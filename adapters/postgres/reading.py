@@ -154,7 +154,8 @@ class QueueReads:
             if chunks := await self._chunks(connection, queue, holding.segment, position):
                 return self._decode(queue, position, chunks)
             if (await self._facts(connection, queue)).segment_holding(position) == holding:
-                raise CorruptRecord(queue, position, "it is missing", facts.next)
+                following = facts.segments[facts.segments.index(holding) + 1 :]
+                raise CorruptRecord(queue, position, "it is missing", following[0].first if following else facts.next)
 
     def _at_end(self, queue: int, position: int, facts: QueueFacts) -> Fetched:
         if position > facts.next:

@@ -212,6 +212,21 @@ async def test_a_damaged_chunk_is_an_error_with_its_place_after_the_batches_befo
             await (await adapter.open_receiver(0, 1)).receive(ANY, ANY)
 
 
+@pytest.mark.parametrize("damage", ["DELETE FROM {} WHERE first >= 2", "DROP TABLE {}"])
+async def test_a_damage_at_the_end_of_a_segment_ends_before_the_next_segment(postgres_url: str, damage: str) -> None:
+    """An operator who skips the damage must not skip the batches after it."""
+    async with opened(postgres_url, **SMALL_SEGMENTS) as adapter:
+        for number in range(12):
+            await adapter.enqueue([(0, large(number))])
+            await adapter.apply_retention({0: 0})
+        ((_, second),) = ask(postgres_url, "SELECT segment, first FROM headrace_segment WHERE segment = 1")
+        ask(postgres_url, damage.format(tables(postgres_url)[0]))
+        with pytest.raises(CorruptRecord, match=f"offsets 2 to {second - 1}: .*missing") as caught:
+            await (await adapter.open_receiver(0, 2)).receive(ANY, ANY)
+        assert caught.value.next_offset == second
+        assert numbers(await received(await adapter.open_receiver(0, second), 12 - second)) == list(range(second, 12))
+
+
 async def test_a_queue_that_has_lost_its_end_is_a_fault(postgres_url: str) -> None:
     """As after a restored backup."""
     async with opened(postgres_url, poll_s=0.05) as adapter:
