@@ -52,6 +52,10 @@ async def batch_effects(
         with suppress(Closed):
             await batch.nack(described(error), unavailable=True)  # the events are not to blame
         raise
+    except BaseException as error:  # cancelled while it waited
+        with suppress(Closed):
+            _ = batch.nack(described(error), unavailable=True)
+        raise
     events = batch.open_events()
     try:
         async with AsyncExitStack() as stack:

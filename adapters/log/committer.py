@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import TypeVarTuple
 
 from ...streams.errors import HeadraceError, StorageError, StorageFull
 from ...streams.histograms import Histogram
@@ -21,6 +22,8 @@ from .group import CommitGroup, CommitRequest
 from .limits import LogLimits
 
 log = logging.getLogger(__name__)
+
+_Ts = TypeVarTuple("_Ts")
 
 
 class LogCommitter:
@@ -74,18 +77,16 @@ class LogCommitter:
     # ---- in the committer's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # The loop raises RuntimeError if it was closed without `aclose`: then no caller waits for answers.
-        with suppress(RuntimeError):
-            running, chores_at = True, time.monotonic() + self._limits.chores_s
-            while running and not self._loop.is_closed():
-                running = self._wait(chores_at)
-                while self._calls:
-                    for calls in groups(self._take(), self._environment.options.group_bytes):
-                        self._commit(calls)
-                if not running or time.monotonic() >= chores_at:
-                    self._do_chores()
-                    chores_at = time.monotonic() + self._limits.chores_s
-            self._loop.call_soon_threadsafe(self._stopped.set)
+        running, chores_at = True, time.monotonic() + self._limits.chores_s
+        while running and not self._loop.is_closed():
+            running = self._wait(chores_at)
+            while self._calls:
+                for calls in groups(self._take(), self._environment.options.group_bytes):
+                    self._commit(calls)
+            if not running or time.monotonic() >= chores_at:
+                self._do_chores()
+                chores_at = time.monotonic() + self._limits.chores_s
+        self._tell_loop(self._stopped.set)
 
     def _wait(self, until: float) -> bool:
         try:
@@ -108,7 +109,12 @@ class LogCommitter:
             outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
         self._unsynced = True
         self._notify(grown)
-        self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
+        self._tell_loop(self._answer, calls, outcomes, grown)
+
+    def _tell_loop(self, function: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
+        """Call a function on the loop. If the loop was closed without `aclose`, no caller waits."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _notify(self, grown: Iterable[int]) -> None:
         """Wake up the receivers of other handles. If that fails, they still poll each second, so only log the error."""
@@ -143,6 +149,8 @@ class LogCommitter:
             self._unsynced = False
         except StorageError as error:
             log.warning("%s: acknowledgements or fsync failed, trying again: %s", self._environment.path, error)
+        except Exception:  # the thread must go on
+            log.exception("%s: acknowledgements or fsync failed, trying again", self._environment.path)
 
     def _store_acknowledgements(self) -> None:
         pending = self._environment.acknowledgements.pending()

@@ -89,11 +89,13 @@ class LogEnvironment:
             yield LogChanges(txn, self._databases, self.path)
 
     def is_current(self) -> bool:
-        """Return False if the log was deleted or replaced by another one."""
+        """Return False if the log was deleted or replaced by another one. Raises StorageError if that is not known."""
         try:
             return _data_file_identity(self.path) == self._data_file
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise StorageError(f"'{self.path}' cannot be read: {error}") from None
 
     def _check_present(self) -> None:
         """Raise DataDirectoryError if the log was deleted: everything written to it would be lost."""

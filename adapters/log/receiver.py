@@ -148,8 +148,11 @@ def skipped_gap(record: memoryview, place: BlockPlace, position: int) -> Gap | N
 def _gap(snapshot: LogSnapshot, queue: int, position: int, end: int) -> Gap:
     first = snapshot.first(queue)
     high = end if first is None else first
-    reasons = [gap.reason for gap in snapshot.gaps(queue) if gap.low < high and gap.high > position]
-    return Gap(position, high, reasons[-1] if reasons else RETENTION)
+    noted = [gap for gap in snapshot.gaps(queue) if gap.low < high and gap.high > position]
+    here = max((gap for gap in noted if gap.low <= position), key=lambda gap: gap.high, default=None)
+    reason = RETENTION if here is None else here.reason
+    ends = min((gap.low for gap in noted if gap.low > position and gap.reason != reason), default=high)
+    return Gap(position, ends, reason)
 
 
 class LogReceiver(QueueReceiver):

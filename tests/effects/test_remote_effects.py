@@ -152,6 +152,25 @@ async def test_a_batch_whose_time_is_over_is_rejected_so_that_the_next_one_does_
     assert async_database.log() == ["0", "1", "2", "3", "4", "5"]
 
 
+async def test_a_batch_whose_time_is_over_while_it_waits_for_an_earlier_one_comes_again(
+    async_database: UserDatabase, client: Client
+):
+    effects = Effects(async_database.engine)
+    for number in range(2):
+        await client.stream("orders", "42").publish(b"%d" % number)
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=QUICK) as consumer:
+        first, second = await anext(consumer), await anext(consumer)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), second.effects(effects):
+                pass
+        async with first.effects(effects) as tx:
+            await write_all_down(first, tx)
+        again = await asyncio.wait_for(anext(consumer), PATIENCE_S)
+        async with again.effects(effects) as tx:
+            await write_all_down(again, tx)
+    assert async_database.log() == ["0", "1"]
+
+
 async def test_tasks_that_share_a_consumer_apply_the_batches_of_a_stream_in_order(
     async_database: UserDatabase, client: Client
 ):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
+from headrace import DataDirectoryError, EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
 from headrace.adapters.group_commit import groups
 from headrace.adapters.log import LogAdapter, LogOptions
@@ -259,3 +259,36 @@ async def test_a_disk_that_is_full_for_a_while_loses_nothing(open_log: OpenLog, 
     found = await everything(await open_log())
     assert [int(payload[:8]) for payload in found] == list(range(number))
     assert number > 20
+
+
+async def test_log_whose_folder_became_a_file_refuses_events_and_closes(open_log: OpenLog, tmp_path: Path):
+    adapter = await open_log(limits=LogLimits(chores_s=0.001))
+    await adapter.enqueue([(0, batch(b"x"))])
+    receiver = await adapter.open_receiver(0, 0)
+    (tmp_path / "log").rename(tmp_path / "moved")
+    (tmp_path / "log").touch()
+    await receiver.acknowledge(1)  # to be stored by the chores
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(10):
+        with pytest.raises(DataDirectoryError, match="deleted or replaced"):
+            await adapter.enqueue([(0, batch(b"y"))])
+        await adapter.aclose()
+
+
+async def test_committer_goes_on_after_chores_that_fail_in_an_unexpected_way(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch
+):
+    adapter = await open_log(limits=LogLimits(chores_s=0.001))
+    await adapter.enqueue([(0, batch(b"x"))])
+    receiver = await adapter.open_receiver(0, 0)
+
+    def fail(_: PendingAcknowledgements) -> None:
+        raise LookupError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PendingAcknowledgements, "pending", fail)
+        await receiver.acknowledge(1)
+        await asyncio.sleep(0.1)
+    async with asyncio.timeout(10):
+        await adapter.enqueue([(0, batch(b"y"))])
+        await adapter.aclose()

@@ -179,6 +179,24 @@ async def test_retention_deletes_damaged_blocks_too(open_log: OpenLog, tmp_path:
     assert await adapter.bounds(0) == Bounds(9, 9)
 
 
+async def test_gap_has_the_reason_of_its_own_range(open_log: OpenLog, tmp_path: Path):
+    """Retention removes a block that was skipped as damaged together with others."""
+    await make(open_log)
+    damage(tmp_path / "log", 3, 30)
+    adapter = await open_log(retain_bytes=1, retain_unfinished=False)
+    await adapter.skip_damage(0)
+    await adapter.apply_retention({0: 0})
+    receiver = await adapter.open_receiver(0, 0)
+    reasons: list[tuple[int, int, bool]] = []
+    at = 0
+    while at < (await adapter.bounds(0)).first:
+        gap = (await receiver.receive(100, 100_000)).gap
+        assert gap is not None
+        reasons.append((gap.low, gap.high, "damaged" in gap.reason))
+        at = gap.high
+    assert not any(low < 3 and is_damage for low, _, is_damage in reasons)
+
+
 async def test_a_search_by_time_that_meets_a_damaged_block_says_so(open_log: OpenLog, tmp_path: Path):
     await make(open_log)
     for first in (0, 3, 6):
