@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported, Unavailable
 from .driver_state import IN_ERROR, cancel_statement, is_in_transaction, reports_aborted, transaction_status
+from .schema import GRANT
 from .statement_thread import StatementThread
 
 P = ParamSpec("P")
@@ -35,6 +36,7 @@ CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03", "25006")
 """The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
+_NO_RIGHT = "42501"
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
@@ -462,20 +464,27 @@ class ObservedTransaction:
 
 @contextmanager
 def outages() -> Generator[None]:
-    """Turn errors that say that the database cannot be reached into Unavailable."""
+    """Turn errors that say that the database cannot be reached into Unavailable, and missing rights into
+    InvalidArgument. Only for statements of headrace's own."""
     try:
         yield
     except (SQLAlchemyError, OSError) as error:
         if isinstance(error, OSError) or is_outage(error):
             raise unavailable(error) from error
+        if isinstance(error, DBAPIError) and sqlstate(error) == _NO_RIGHT:
+            raise InvalidArgument(f"the database of the effects: {_first_line(error)}: {GRANT}") from error
         raise
 
 
 def unavailable(error: BaseException) -> Unavailable:
     """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
+    return Unavailable(f"the database of the effects is not available: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     lines = str(cause).strip().splitlines()
-    return Unavailable(f"the database of the effects is not available: {lines[0] if lines else type(cause).__name__}")
+    return lines[0] if lines else type(cause).__name__
 
 
 def is_outage(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from .database import EffectDatabase, database_of, is_conflict, is_outage, outag
 from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
 from .positions import AppliedPosition, EncodedState, StreamPosition
-from .schema import check_dialect, require
+from .schema import check_dialect, check_rights, require
 from .state import StreamState
 from .transaction import HandlerState, Transaction
 
@@ -129,6 +129,7 @@ class Effects:
 def _check_database(connection: Connection) -> None:
     refuse_autocommit(connection)
     require(connection)
+    check_rights(connection)
 
 
 class _StaleStateError(Exception):

@@ -237,6 +237,25 @@ def require(connection: Connection) -> None:
         )
 
 
+GRANT = "grant this role the rights that docs/effects.md lists"
+_NO_RIGHTS = text("""
+    SELECT name, kind FROM unnest(ARRAY['headrace_position', 'headrace_unapplied']) AS name,
+        unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS kind
+    WHERE NOT has_table_privilege(name, kind)
+""")
+
+
+def check_rights(connection: Connection) -> None:
+    """Raise InvalidArgument if the role has not the rights on the tables that each event needs. Only PostgreSQL has
+    rights."""
+    if connection.dialect.name != "postgresql":
+        return
+    if missing := connection.execute(_NO_RIGHTS).all():
+        name, kind = missing[0]
+        where, _ = _names(connection)
+        raise InvalidArgument(f"database {where}: no right to {kind} on table {name}: {GRANT}")
+
+
 def no_tables(connection: Connection | None = None) -> NotFound:
     """Return the error for a database without tables. None: its URL is not known."""
     where, given = ("of the connection", "URL") if connection is None else _names(connection)

@@ -135,7 +135,10 @@ def check_effects(effects: object, handler: Any, *, batch: bool) -> None:
         raise InvalidArgument(
             f"with effects, a handler is an async function: write async def handler({kind}, tx), not {shown(handler)}"
         )
-    if batch or _payload_argument(handler, getattr(handler, "__name__", type(handler).__name__), 1) is None:
+    name = getattr(handler, "__name__", type(handler).__name__)
+    if _takes_transaction_first(handler):
+        raise InvalidArgument(f"{name}{_signature(handler)} takes the transaction first: write `{kind}, tx`")
+    if batch or _payload_argument(handler, name, 1) is None:
         _check_function(handler, kind, "tx")
 
 
@@ -355,6 +358,16 @@ def _check_function(function: Any, argument: str, *more: str) -> None:
     if signature is not None and (other := _other_kind(signature, argument)):
         repair = "add batch=True" if other == "batch" else "leave out batch=True"
         raise InvalidArgument(f"{name}{signature} takes {_ARTICLE[other]}: {repair}, or annotate it otherwise")
+
+
+def _takes_transaction_first(handler: Any) -> bool:
+    try:
+        first = next(iter(_signature(handler).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False  # functions in C may have no signature
+    annotation = first.annotation if first is not None else ""
+    name = annotation.rpartition(".")[2] if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return name == "Transaction"
 
 
 def _check_arguments(function: Any, name: str, argument: str | None, *more: str) -> inspect.Signature | None:

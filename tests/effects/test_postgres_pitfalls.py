@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
-from headrace import Effects, Event, Outbox, Provider, StreamId, Transaction, Unavailable
+from headrace import Effects, Event, InvalidArgument, Outbox, Provider, StreamId, Transaction, Unavailable
 from headrace.adapters import ProducerSequence
 from headrace.effects import administration, schema
 from headrace.effects.database import database_of
@@ -22,7 +23,7 @@ from headrace.effects.mover import OutboxMover
 from headrace.streams.errors import StorageError
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.adapters.postgres.opening import batch, opened, received
-from tests.effects.databases import UserDatabase, close, user_database
+from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_outbox import RecordingQueue
 from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
 
@@ -327,3 +328,43 @@ def _engine(kind: str, url: str) -> Any:
     driver = "asyncpg" if kind == "asyncpg" else "psycopg"
     make: Any = create_engine if kind == "psycopg" else create_async_engine
     return make(url.replace("postgresql:", f"postgresql+{driver}:"), connect_args=_args(kind))
+
+
+# ---- rights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_a_role_without_the_rights_is_refused_with_the_table(
+    kind: str, schema_url: Callable[[], str], tmp_path: Path
+):
+    async def nothing(_: Event, __: Transaction) -> None: ...
+
+    async def subscribe() -> None:
+        async with Provider.open(tmp_path / "data") as provider:
+            await provider.subscribe("s", "orders/*", nothing, effects=Effects(weak))
+
+    async with user_database(kind, "", schema_url) as database:
+        role = f"weak_{uuid.uuid4().hex}"
+        place = make_url(database.url)
+        weak = engine(kind, place.set(username=role, password="x").render_as_string(hide_password=False))
+        namespace = database.rows("SELECT current_schema()")[0][0]
+        database.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+        database.execute(f'GRANT USAGE ON SCHEMA "{namespace}" TO {role}')
+        try:
+            with pytest.raises(InvalidArgument, match="permission denied for table headrace_effects_version: grant"):
+                await subscribe()
+            mover = OutboxMover(database_of(weak), RecordingQueue())
+            with pytest.raises(
+                InvalidArgument, match=r"permission denied .*: grant this role the rights .*effects\.md"
+            ):
+                await mover.move()
+            database.execute(f"GRANT SELECT ON headrace_effects_version, headrace_position TO {role}")
+            with pytest.raises(InvalidArgument, match="no right to INSERT on table headrace_position: grant"):
+                await subscribe()
+            database.execute(f'GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA "{namespace}" TO {role}')
+            await subscribe()
+            assert await mover.move() == 0
+        finally:
+            await close(weak)
+            database.execute(f"DROP OWNED BY {role}")
+            database.execute(f"DROP ROLE {role}")

@@ -569,12 +569,16 @@ async def test_wrong_handlers_are_refused(tmp_path: Path):
 
     def plain(event: Event, tx: Transaction) -> None: ...
 
+    async def swapped(tx: Transaction, event: Event) -> None: ...
+
     async with user_database("sqlite", str(tmp_path / "user.db"), lambda: "") as database:
         async with Provider.open(tmp_path / "data") as provider:
             effects: Any = Effects(database.engine)
             subscribe: Any = provider.subscribe
             with pytest.raises(InvalidArgument, match="expected two arguments, event and tx"):
                 subscribe("a", "orders/*", of_one, effects=effects)
+            with pytest.raises(InvalidArgument, match="takes the transaction first: write `event, tx`"):
+                subscribe("a", "orders/*", swapped, effects=effects)
             with pytest.raises(InvalidArgument, match="add batch=True"):
                 subscribe("a", "orders/*", of_batch, effects=effects)
             with pytest.raises(InvalidArgument, match="with effects, a handler is an async function"):
