@@ -241,7 +241,7 @@ GRANT = "grant this role the rights that docs/effects.md lists"
 _NO_RIGHTS = text("""
     SELECT name, kind FROM unnest(ARRAY['headrace_position', 'headrace_unapplied']) AS name,
         unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS kind
-    WHERE NOT has_table_privilege(name, kind)
+    WHERE NOT has_table_privilege(to_regclass(name), kind)
 """)
 
 
