@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import ssl
 from pathlib import Path
@@ -43,6 +44,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.port is None:
             return False
         return self.loopback or self.certificate is not None if self.dashboard is None else self.dashboard
+
+
+NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors for an address that this machine does not have, as ::1 in a container without IPv6."""
 
 
 class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ import grpc.aio
 from ..client.grpc_process import use_grpc
 from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
-from .config import GrpcConfig, TlsCredentials, read_credentials
+from .config import NO_ADDRESS, GrpcConfig, TlsCredentials, read_credentials
 from .connection_times import CONNECTION_TIMES, FLUSH_S, ConnectionTimes
 from .guard import CallGuard
 from .limits import ClientLimiter, ClientLimits
@@ -132,23 +132,29 @@ async def _check_free(host: str, port: int) -> None:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise InvalidArgument(f"grpc.host: {host!r} is not an address of this machine: {error.strerror}") from None
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
+    missing = [address for family, *_, address in found if not _try_to_bind(family, address)]
+    if len(missing) == len(found):
+        where = f"{missing[0][0]}:{port}"
+        raise OSError(errno.EADDRNOTAVAIL, f"gRPC cannot be served on {where}: this machine has no such address")
+
+
+def _try_to_bind(family: socket.AddressFamily, address: Any) -> bool:
+    """Return False if this machine has no such address. Raise Busy, OSError."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             if os.name == "posix":
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _try_to_bind(probe, address)
-
-
-def _try_to_bind(probe: socket.socket, address: Any) -> None:
-    try:
-        probe.bind(address)
+            probe.bind(address)
     except OSError as error:
+        if error.errno in NO_ADDRESS:
+            return False
         where = f"{address[0]}:{address[1]}"
         if error.errno != errno.EADDRINUSE:
             raise OSError(error.errno, f"gRPC cannot be served on {where}: {error.strerror}") from None
         raise Busy(
             f"{where} is in use by another process, perhaps a silo: stop it, or name another port for gRPC"
         ) from None
+    return True
 
 
 def _tls(credentials: TlsCredentials) -> grpc.ServerCredentials:

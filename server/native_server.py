@@ -34,7 +34,7 @@ from ..client.packets import (
 )
 from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
-from .config import GrpcConfig
+from .config import NO_ADDRESS, GrpcConfig
 from .connection_times import FLUSH_S, ConnectionTimes
 from .guard import CODE, CallFailure, CallGuard, GuardedCall, failure_of
 from .limits import ClientLimits, address_of
@@ -369,11 +369,13 @@ async def _bound(host: str, port: int) -> Sequence[socket.socket]:
     """Bind the same port of all addresses of the host. Raise Busy, OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
         try:
             bound = socket.create_server((str(address), port), family=family, dualstack_ipv6=address == "::")
         except OSError as error:
-            if sockets:  # clients that use this address call over gRPC
+            missing = error
+            if sockets or error.errno in NO_ADDRESS:  # clients that use this address call over gRPC
                 continue
             if error.errno == errno.EADDRINUSE:
                 raise Busy(
@@ -383,6 +385,8 @@ async def _bound(host: str, port: int) -> Sequence[socket.socket]:
         bound.setblocking(False)
         sockets.append(bound)
         port = bound.getsockname()[1]
+    if not sockets and missing is not None:
+        raise missing
     return sockets
 
 

@@ -1,8 +1,10 @@
 """The server's port: access to it, its description of itself, its answers to garbage, and its end."""
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -63,6 +65,22 @@ async def test_an_address_of_another_machine_is_refused():
     with pytest.raises(OSError, match=r"gRPC cannot be served on 192\.0\.2\.1:0"):
         async with offering(WHO, host="192.0.2.1", insecure=True):
             pass
+
+
+async def test_an_address_that_the_machine_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    """In a container without IPv6, `localhost` may stand for ::1, too, and before 127.0.0.1."""
+
+    async def both(_: str, port: int, **__: Any) -> list[Any]:
+        kind = (socket.SOCK_STREAM, 6, "")
+        return [
+            (socket.AF_INET6, *kind, ("2001:db8::1", port, 0, 0)),
+            (socket.AF_INET, *kind, ("127.0.0.1", port)),
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+    config = GrpcConfig(host="localhost", port=0, native_port=0)
+    async with serving(config, NoTokens(), lambda _: [WHO], drain_s=1):
+        pass
 
 
 async def test_a_name_that_is_no_address_is_refused():
