@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...streams.events import EventBatch
+from ...streams.failure_log import FailureLog
 from ...streams.identity import StreamId
 from ...streams.subscriptions import OnFailure
 from ...streams.wording import shortened
@@ -65,6 +66,7 @@ class Retries:
         self._waiting: dict[StreamCursor, WaitingAttempt] = {}
         self.waiting: Mapping[StreamCursor, WaitingAttempt] = self._waiting
         """The next attempts of waiting cursors."""
+        self._unrecorded = FailureLog()
         self._stopped = False
 
     async def failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
@@ -137,22 +139,24 @@ class Retries:
 
     async def give_up(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         """Give up on the events that failed, as the subscription says. If that cannot be recorded, try again later."""
-        log.warning(
-            "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
-            self._definition.name, cursor.token, cursor.stream, cursor.failures.attempts,
-            self._definition.on_failure.value, failure.reason, exc_info=failure.error,
-        )  # fmt: skip
+        token, attempts = cursor.token, cursor.failures.attempts
         try:
             await self._apply_on_failure(cursor, batch, failure)
         except (Exception, asyncio.CancelledError) as problem:
             if self._stopped and isinstance(problem, asyncio.CancelledError):
                 raise
-            log.warning(
-                "cannot record that subscription %r gave up on event %s: %r; trying again",
-                self._definition.name, cursor.token, problem,
-            )  # fmt: skip
+            message = (
+                f"cannot record that subscription {self._definition.name!r} gave up on event {token} of stream "
+                f"{cursor.stream} ({failure.reason}): {problem!r}; trying again"
+            )
+            self._unrecorded.write(log, self._loop.time(), message, None, first=True)
             self._wait(cursor, STORE_RETRY_S, f"cannot record that it was given up: {problem!r}")
         else:
+            log.warning(
+                "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
+                self._definition.name, token, cursor.stream, attempts,
+                self._definition.on_failure.value, failure.reason, exc_info=failure.error,
+            )  # fmt: skip
             await self._delivery.gave_up(failure)
 
     async def _apply_on_failure(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:

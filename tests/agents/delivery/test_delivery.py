@@ -463,6 +463,27 @@ def test_an_event_is_not_passed_before_giving_up_on_it_is_recorded(failure: Base
     play()
 
 
+def test_a_store_that_is_away_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "headrace.agents")
+
+    @virtual_time
+    async def play() -> None:
+        recorder = Recorder()
+        recorder.fail("bad")
+        async with HandlerFeed(recorder) as line:
+            line.sink.failures = [StorageError("no store")] * 20
+            line.publish("a", b"bad")
+            await line.done()
+            assert len(line.sink.dead) == 1
+
+    play()
+    lines = [record.getMessage() for record in caplog.records]
+    unrecorded = [line for line in lines if line.startswith("cannot record")]
+    assert 5 <= len(unrecorded) <= 8
+    assert "gave up on event 0 of stream" in unrecorded[0]
+    assert len([line for line in lines if "gives up on event" in line]) == 1
+
+
 # ---- filters -------------------------------------------------------------------------------------------------------
 
 
