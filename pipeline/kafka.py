@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.kafka.client import KafkaClients, KafkaRecord
+from ..adapters.kafka.client import KafkaClients, KafkaRecord, headers_of
 from ..adapters.kafka.formats import PackedFormat, RecordFormat
 from ..adapters.kafka.limits import KafkaLimits
 from ..adapters.kafka.options import KafkaOptions, with_location
@@ -29,7 +29,7 @@ from ..adapters.registry import read_options
 from ..balancer import StreamQueueMapper
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory
-from ..streams.errors import NotFound, OffsetsGone
+from ..streams.errors import InvalidArgument, NotFound, OffsetsGone
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
@@ -132,7 +132,10 @@ class KafkaAccess(QueueAccess):
                 yield _chunk(found)
 
     def _batch(self, queue: int, record: KafkaRecord) -> EventBatch | None:
-        batch = self._format.batch(record, record.headers())
+        try:
+            batch = self._format.batch(record, headers_of(record))
+        except InvalidArgument as error:
+            batch = f"the record is not an event: {error}"
         if isinstance(batch, EventBatch):
             return batch
         log.warning("queue %d, offset %d: %s; it is left out", queue, record.offset(), batch)

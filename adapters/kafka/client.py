@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from operator import methodcaller
 from typing import Any, Protocol, TypeVar, cast
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
@@ -54,6 +55,20 @@ class KafkaRecord(Protocol):
     def headers(self) -> Sequence[tuple[str, bytes | None]] | None: ...
     def timestamp(self) -> tuple[int, int]: ...
     def leader_epoch(self) -> int | None: ...
+
+
+_headers = methodcaller("headers")
+
+
+def headers_of(record: KafkaRecord) -> RecordHeaders:
+    """Return the headers of a record. Raises InvalidArgument if the name of one is not UTF-8.
+
+    `record.headers()` must not be called in any other way: with such a name, confluent-kafka 2.16 raises an error and
+    returns a list with a null pointer at once. Only a call by C code sees that."""
+    try:
+        return _headers(record) or ()
+    except (SystemError, UnicodeDecodeError):
+        raise InvalidArgument("the name of a header is not text in UTF-8") from None
 
 
 class PartitionConsumer(Protocol):

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from ...streams.errors import InvalidArgument
 from ...streams.events import EventBatch
-from .client import KafkaClients, KafkaRecord, PartitionConsumer
+from .client import KafkaClients, KafkaRecord, PartitionConsumer, headers_of
 from .epochs import EpochRange
 from .formats import RecordFormat
 from .ledger import CallPart, call_part
@@ -23,7 +24,8 @@ log = logging.getLogger("headrace.adapters.kafka")
 POLL_S = 0.2
 GROUP_RECORDS = 2000
 WAITING_RECORD_BYTES = 400
-"""Memory of a record that waits, in bytes, apart from its encoded batch. Most of it is the name of its stream."""
+"""Memory of a record that waits, in bytes, apart from its encoded batch: its objects, and perhaps the name of its
+stream."""
 
 
 class UnreadableRecord(NamedTuple):
@@ -164,8 +166,13 @@ class PartitionFetcher:
         for record in found:
             error = record.error()
             if error is None:
-                offset, headers = record.offset(), record.headers()
-                batch = decode(record, headers)
+                offset = record.offset()
+                batch: EventBatch | str
+                try:
+                    headers = headers_of(record)
+                    batch = decode(record, headers)
+                except InvalidArgument as problem:
+                    headers, batch = (), f"the record is not an event: {problem}"
                 if isinstance(batch, EventBatch):
                     add(batch)
                 else:

@@ -100,7 +100,7 @@ class QueueLedger:
     def observe(self, offset: int, part: CallPart, time_ms: int) -> bool:
         """Note a record that has a part of a call. Return False if it is a duplicate, which readers leave out.
 
-        All such records below `offset` must have been observed. Records may be observed again.
+        All records with a part below `offset` must have been observed. Records may be observed again.
         """
         if offset < self.position:
             return not self._is_duplicate(offset)

@@ -16,10 +16,10 @@ from contextlib import aclosing
 import msgspec
 
 from ...streams.background import BackgroundTasks
-from ...streams.errors import HeadraceError
+from ...streams.errors import HeadraceError, InvalidArgument
 from ...streams.publishing import ProducerSequence
 from ..receiving import Bounds
-from .client import KafkaClients, KafkaRecord
+from .client import KafkaClients, KafkaRecord, headers_of
 from .epochs import EpochRange, ReadEpochs
 from .ledger import CallPart, LedgerSnapshot, ProducerState, QueueLedger, StoredCall, call_part, producer_state
 from .limits import KafkaLimits
@@ -185,7 +185,7 @@ class KafkaLedgers:
                 parts = [
                     (record.offset(), part, record.timestamp()[1])
                     for record in group
-                    if (part := call_part(record.headers(), self.partition_tags[queue])) is not None
+                    if (part := _part_of(record, self.partition_tags[queue])) is not None
                 ]
                 return parts, group[-1].offset() + 1, len(group), sum(len(each.value() or b"") for each in group)
 
@@ -337,3 +337,11 @@ class KafkaLedgers:
         if self._publisher is not None:
             await self._publisher.aclose()
         await asyncio.to_thread(self._threads.shutdown)
+
+
+def _part_of(record: KafkaRecord, tag: bytes) -> CallPart | None:
+    """Return the part of a call that is in a record; None for a record whose headers cannot be read."""
+    try:
+        return call_part(headers_of(record), tag)
+    except InvalidArgument:
+        return None

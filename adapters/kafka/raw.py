@@ -8,7 +8,7 @@ from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
 from ...streams.field_limits import MAX_HEADERS, MAX_TIME_US, MIN_TIME_US, check_headers, check_ids
-from ...streams.identity import StreamId, varint
+from ...streams.identity import MAX_NAME_BYTES, StreamId, varint
 from .client import KafkaRecord, RecordHeaders
 from .keys import as_base64, record_key, stream_key
 from .ledger import CALL
@@ -31,9 +31,9 @@ of the id, and the bytes that Kafka adds."""
 KNOWN_KEYS = 1 << 16
 """Largest number of keys whose streams a reader remembers."""
 CHECKED_KEYS = 1 << 12
-"""Number of new keys whose partition is checked. After them, one in `CHECKED_SHARE` is: the check takes as long as all
-else that a record needs."""
-CHECKED_SHARE = 64
+"""Number of new keys whose partition is checked."""
+CHECK_EACH = 64
+"""The partition of one record in so many is checked, too. To check all would double the cost of a record."""
 
 
 class RawFormat:
@@ -46,8 +46,8 @@ class RawFormat:
         self._max_bytes = max_bytes
         self._streams: dict[tuple[bytes | None, int], StreamId] = {}
         self._prefix = StreamId(namespace, "").prefix[:-1]
-        """The beginning of the `prefix` of each stream, up to the key's length."""
-        self._new_keys = 0
+        """The beginning of the `prefix` of each stream. The last byte is left out: the length of the empty key."""
+        self._new_keys = self._records = 0
         self._misplaced = False
 
     # ---- writing ---------------------------------------------------------------------------------------------------
@@ -123,12 +123,17 @@ class RawFormat:
         key_and_partition = record.key(), record.partition()
         stream = self._streams.get(key_and_partition)
         if stream is None:
+            stream = self._new_stream(stream_key(*key_and_partition))
             if len(self._streams) >= KNOWN_KEYS:
                 self._streams.clear()
-            stream = self._streams[key_and_partition] = self._new_stream(stream_key(*key_and_partition))
+            if len(key_and_partition[0] or b"") <= MAX_NAME_BYTES:
+                self._streams[key_and_partition] = stream
             self._new_keys += 1
-            if self._new_keys <= CHECKED_KEYS or not self._new_keys % CHECKED_SHARE:
+            if self._new_keys <= CHECKED_KEYS:
                 self._check_partition(stream, key_and_partition[1], record.offset())
+        self._records += 1
+        if not self._records % CHECK_EACH:
+            self._check_partition(stream, key_and_partition[1], record.offset())
         return stream
 
     def _new_stream(self, key: str) -> StreamId:

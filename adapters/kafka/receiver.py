@@ -28,7 +28,7 @@ _POSITION_ERRORS = (
 
 
 class _WithoutBatch(NamedTuple):
-    """The next part of the queue, up to `end`, has no batch: it is a gap, or has no records."""
+    """The next part of the queue, up to `end`, has no batch: it is a gap, or there is nothing to deliver."""
 
     end: int
     gap: Gap | None = None
@@ -113,11 +113,13 @@ class KafkaReceiver(QueueReceiver):
             return Received((), first.end, first.gap)
         batches: list[EventBatch] = []
         for step in steps:
-            if max_events <= 0 or max_bytes <= 0 or not isinstance(step, EventBatch):
+            if not isinstance(step, EventBatch):
                 break
             batches.append(step)
             max_events -= step.count
             max_bytes -= len(step.encoded)
+            if max_events <= 0 or max_bytes <= 0:
+                break
         for _ in batches:
             steps.popleft()
         self._position = batches[-1].offset + 1

@@ -51,6 +51,7 @@ OWNED = frozenset(
         "queue.buffering.max.messages",
         "queue.buffering.max.ms",
         "queued.max.messages.kbytes",
+        "queued.min.messages",
         "receive.message.max.bytes",
         "request.required.acks",
         "retries",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.adapters.kafka.client import KafkaRecord
 from headrace.adapters.kafka.keys import record_key, stream_key
 from headrace.adapters.kafka.partitioners import PartitionMapper, crc32_partition, murmur2, murmur2_partition
-from headrace.adapters.kafka.raw import CHECKED_KEYS, CHECKED_SHARE, RawFormat
+from headrace.adapters.kafka.raw import CHECK_EACH, CHECKED_KEYS, RawFormat
 from headrace.streams.errors import InvalidArgument
 from headrace.streams.events import Event, EventBatch
 from headrace.streams.identity import StreamId
@@ -108,7 +108,7 @@ def test_records_in_unexpected_partitions_are_reported_also_after_many_keys(capl
 
     read(range(CHECKED_KEYS + 100), 0)
     assert not caplog.records
-    read(range(CHECKED_KEYS + 100, CHECKED_KEYS + 100 + CHECKED_SHARE), 1)
+    read(range(CHECKED_KEYS + 100, CHECKED_KEYS + 100 + CHECK_EACH), 1)
     assert ["partitions in another way" in record.getMessage() for record in caplog.records] == [True]
 
 

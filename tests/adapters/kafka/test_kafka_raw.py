@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from sqlalchemy import create_engine
@@ -176,6 +178,40 @@ async def test_records_that_do_not_fit_are_gaps_and_the_others_are_delivered(add
             Gap(2, 3, "the record is not an event: an event has at most 128 headers, not 129"),
         ]
         assert await received(receiver, 1) == ["after"]
+
+
+def write_with_header_names(address: str, topic: str, names: Sequence[bytes]) -> None:
+    """Write a record for each name of a header, by the functions of librdkafka: those of Python take text only."""
+    (file,) = Path(confluent_kafka.__file__).parents[1].glob("confluent_kafka.libs/librdkafka*")
+    kafka, error = ctypes.CDLL(str(file)), ctypes.create_string_buffer(500)
+    kafka.rd_kafka_conf_new.restype = kafka.rd_kafka_new.restype = ctypes.c_void_p
+    settings = ctypes.c_void_p(kafka.rd_kafka_conf_new())
+    for name, value in ((b"bootstrap.servers", address.encode()), (b"enable.idempotence", b"true")):
+        assert kafka.rd_kafka_conf_set(settings, name, value, error, ctypes.c_size_t(500)) == 0, error.value
+    producer = ctypes.c_void_p(kafka.rd_kafka_new(0, settings, error, ctypes.c_size_t(500)))
+    assert producer.value, error.value
+    size, end, to_topic, partition, value, flags, header = ctypes.c_size_t, 0, 1, 3, 4, 7, 9
+    for number, name in enumerate(names):
+        text = str(number).encode()
+        assert not kafka.rd_kafka_producev(
+            producer, to_topic, topic.encode(), partition, ctypes.c_int32(0), value, text, size(len(text)), flags, 2,
+            header, name, b"x", size(1), end,
+        )  # fmt: skip
+    assert kafka.rd_kafka_flush(producer, 30_000) == 0
+    kafka.rd_kafka_destroy(producer)
+
+
+async def test_header_names_that_are_not_text_are_gaps(address: str, topic: str) -> None:
+    """Python runs a call that it has made often in another way, which does not notice the error of confluent-kafka."""
+    names = [b"good"] * 100 + [b"\xff\xfe", b"also good"]
+    await asyncio.to_thread(write_with_header_names, address, topic, names)
+    async with opened(address, topic, queues=QUEUES, format="raw", partitioner="any") as adapter:
+        assert await adapter.last_sequence("p") == 0
+        receiver = await adapter.open_receiver(0, 0)
+        assert await received(receiver, 100) == [str(number) for number in range(100)]
+        gap = (await receiver.receive(ANY, ANY)).gap
+        assert gap == Gap(100, 101, "the record is not an event: the name of a header is not text in UTF-8")
+        assert await received(receiver, 1) == ["101"]
 
 
 async def test_marker_of_a_transaction_at_the_end_is_passed(address: str, topic: str, tmp_path: Path) -> None:

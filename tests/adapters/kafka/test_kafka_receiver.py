@@ -310,3 +310,8 @@ async def test_pause_during_a_check_of_the_topic_needs_a_check_of_its_own() -> N
     receiver = receiver_over(fetch, clients_of("127.0.0.1:1"), check)
     assert texts((await receiver.receive(ANY, ANY)).batches) == ["five", "six"]
     assert checks == 2
+
+
+async def test_receive_returns_a_batch_however_small_the_limits_are() -> None:
+    receiver = answering([RECORD])
+    assert texts((await receiver.receive(0, 0)).batches) == ["five"]

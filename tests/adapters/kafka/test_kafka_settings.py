@@ -26,6 +26,7 @@ SECRET = "hunter-2"
         "fetch.error.backoff.ms",
         "group.id",
         "queued.max.messages.kbytes",
+        "queued.min.messages",
     ],
 )
 def test_settings_that_belong_to_headrace_are_refused(name: str) -> None:
