@@ -48,11 +48,7 @@ async def batch_effects(
         chosen = effects if isinstance(effects, Effects) else Effects.sharing(effects)
         scoped = chosen.scoped(None, scope, EffectCounts(), batch=True)
         await chosen.check_once()
-    except Exception as error:
-        with suppress(Closed):
-            await batch.nack(described(error), unavailable=True)  # the events are not to blame
-        raise
-    except BaseException as error:  # cancelled while it waited
+    except BaseException as error:  # the events are not to blame; perhaps cancelled, and rejecting needs no await
         with suppress(Closed):
             _ = batch.nack(described(error), unavailable=True)
         raise

@@ -17,7 +17,7 @@ class RecordFormat(Protocol):
         """Return the records of a batch. Raises PayloadTooLarge and InvalidArgument."""
         ...
 
-    def batch(self, record: KafkaRecord, headers: RecordHeaders | None) -> EventBatch | str:
+    def batch(self, record: KafkaRecord, headers: RecordHeaders) -> EventBatch | str:
         """Return the batch of a record with these headers, or the reason why it has none. Runs in a thread."""
         ...
 
@@ -37,7 +37,7 @@ class PackedFormat:
             raise InvalidArgument(f"a batch for {batch.stream} names another stream in its encoding")
         return [OutgoingRecord(queue, str(batch.stream).encode(), encoded)]
 
-    def batch(self, record: KafkaRecord, headers: RecordHeaders | None) -> EventBatch | str:
+    def batch(self, record: KafkaRecord, headers: RecordHeaders) -> EventBatch | str:
         value = record.value()
         if value is None:
             return "the record has no value"

@@ -62,9 +62,9 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
             return None
 
 
-def call_part(headers: Iterable[tuple[str, bytes | None]] | None, tag: bytes) -> CallPart | None:
+def call_part(headers: Iterable[tuple[str, bytes | None]], tag: bytes) -> CallPart | None:
     """Return the part of a call that is in a record with these headers. None if the record belongs to no call."""
-    for name, value in headers or ():
+    for name, value in headers:
         if name == CALL and value is not None:
             return CallPart.decode(value, tag)
     return None

@@ -92,7 +92,7 @@ class RawFormat:
 
     # ---- reading, in a thread --------------------------------------------------------------------------------------
 
-    def batch(self, record: KafkaRecord, headers: RecordHeaders | None) -> EventBatch | str:
+    def batch(self, record: KafkaRecord, headers: RecordHeaders) -> EventBatch | str:
         value = record.value()
         if value is not None and len(value) > MAX_EVENT_BYTES:
             return f"the record's value has {len(value):,} bytes, and an event has at most {MAX_EVENT_BYTES:,}"
@@ -103,7 +103,7 @@ class RawFormat:
         if value is not None and not headers:
             return EventBatch(stream, layout.write_one(stream.prefix, value, time_us), 1, record.offset())
         try:
-            found = _fields(headers or (), time_us)
+            found = _fields(headers, time_us)
             if value is None:
                 found.headers[NULL_VALUE] = "null"
             check_headers(found.headers)
@@ -178,9 +178,9 @@ def _fields(headers: RecordHeaders, time_us: int) -> _Fields:
     return found
 
 
-def _only_time(headers: RecordHeaders | None) -> int | None:
+def _only_time(headers: RecordHeaders) -> int | None:
     """Return the time in the headers if they have nothing else, as those of most events that headrace has published."""
-    return _given_time(headers[0][1]) if headers and len(headers) == 1 and headers[0][0] == TIME else None
+    return _given_time(headers[0][1]) if len(headers) == 1 and headers[0][0] == TIME else None
 
 
 def _given_time(value: bytes | None) -> int | None:

@@ -161,8 +161,8 @@ class DatabasePlace:
 
 
 def timeout_options(request_s: float) -> str:
-    """Return the timeouts as options of a connection. They are a little shorter than ours, so that its error names the
-    reason, and a process that stands still holds locks for that time only."""
+    """Return the timeouts as options of a connection. They are a little shorter than ours, so that the
+    server's error names the reason, and a process that stands still holds locks for that time only."""
     return " ".join(f"-c {name}={value}" for name, value in timeouts_ms(request_s).items())
 
 

@@ -104,7 +104,7 @@ def test_records_in_unexpected_partitions_are_reported_also_after_many_keys(capl
         for number in keys:
             key = str(number).encode()
             partition = (murmur2_partition(key, 2) + shift) % 2
-            raw.batch(cast(KafkaRecord, RecordWithKey(key, partition)), None)
+            raw.batch(cast(KafkaRecord, RecordWithKey(key, partition)), ())
 
     read(range(CHECKED_KEYS + 100), 0)
     assert not caplog.records
@@ -115,6 +115,6 @@ def test_records_in_unexpected_partitions_are_reported_also_after_many_keys(capl
 @given(st.text(max_size=20), st.text(max_size=300))
 def test_stream_of_a_record_is_encoded_as_every_stream_of_its_name(namespace: str, key: str) -> None:
     raw = RawFormat(namespace, PartitionMapper("any", 1), 1 << 20)
-    found = raw.batch(cast(KafkaRecord, RecordWithKey(key.encode(), 0)), None)
+    found = raw.batch(cast(KafkaRecord, RecordWithKey(key.encode(), 0)), ())
     assert isinstance(found, EventBatch)
     assert found.encoded == EventBatch.of(StreamId(*found.stream), [Event(b"x", timestamp_us=0)]).encoded
