@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pyspark.sql import SparkSession
 from benchmarks.kafka_servers import KafkaServer
 from headrace import Event, Provider, Start, StreamId
 from headrace.pipeline import archive, audit, replay
+from headrace.pipeline.jobs.rollup import follow, rollup
 from tests.adapters.kafka.opening import ForeignProgram, new_topic
 from tests.servers import kafka_server
 
@@ -63,6 +66,32 @@ def test_archive_replay_and_audit_of_queues_on_kafka(
         if row.key.startswith("k") and not row.key.startswith("kafka:"):
             by_stream.setdefault(row.key, []).append(int(row.payload))
     assert by_stream == {f"k{key}": [*range(key, 60, 6), *range(key, 60, 6)] for key in range(6)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("record_format", ["packed", "raw"])
+def test_rollup_of_queues_on_kafka(
+    spark: SparkSession, kafka_server: KafkaServer, tmp_path: Path, record_format: str
+) -> None:
+    data, topic, hour_us = tmp_path / "data", new_topic(), 3_600_000_000
+    with_events(data, kafka_server, topic, record_format)
+
+    async def close_windows() -> None:
+        """Publish an event whose time is later than the end of all windows before it."""
+        async with Provider.open(data) as provider:
+            later = Event(b"later", timestamp_us=time.time_ns() // 1000 + hour_us)
+            await provider.publish(StreamId(topic, "later"), [later])
+
+    asyncio.run(close_windows())
+    to = tmp_path / "rolled"
+    done = follow(rollup(spark, to=to, every=None, data=str(data), namespace=topic, by="stream"), lambda *_: None)
+    assert done.events == 61 + (record_format == "raw")
+    counts: Counter[str] = Counter()
+    for row in spark.read.parquet(str(to)).collect():
+        counts[row.key] += row.events
+    assert {key: number for key, number in counts.items() if not key.startswith("kafka:")} == {
+        f"k{key}": 10 for key in range(6)
+    }
 
 
 @pytest.mark.slow
