@@ -11,10 +11,11 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from sqlalchemy import Connection, CursorResult, Engine, event, text
+from sqlalchemy import Connection, CursorResult, Engine, ExceptionContext, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
@@ -32,6 +33,8 @@ DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
 CANCEL_S = 2.0
 """How long a cancelled transaction of an `Engine` waits for the end of its statement, in seconds."""
+CANCEL_AGAIN_S = 0.2
+"""The first try may come between two statements of the handler."""
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03", "25006")
@@ -85,8 +88,9 @@ class EffectDatabase(ABC):
             if engine.url.database in (None, "", ":memory:"):
                 raise InvalidArgument("effects in SQLite need a file: a database in memory ends with its connection")
             self.transactions = 1
-            if not event.contains(engine, "savepoint", _begin_before_savepoint):
-                event.listen(engine, "savepoint", _begin_before_savepoint)
+            for name, listener in (("savepoint", _begin_before_savepoint), ("handle_error", _end_cancelled_statement)):
+                if not event.contains(engine, name, listener):
+                    event.listen(engine, name, listener)
 
     @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[EffectTransaction]:
@@ -278,18 +282,20 @@ class _ThreadedTransaction(EffectTransaction):
         return running.result()
 
     async def _cancel(self, running: asyncio.Future[Any]) -> None:
-        steps: list[asyncio.Future[Any]] = [running]
-        if self._opened is not None and not self._is_over:  # a commit is not cancelled: it would be in doubt
-            connection = self._opened
-            steps.append(StatementThread("headrace effects cancel").submit(lambda: cancel_statement(connection)))
+        connection = None if self._is_over else self._opened  # a commit is not cancelled: it would be in doubt
+        cancelling: asyncio.Future[None] | None = None
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + CANCEL_S
-        while any(not step.done() for step in steps) and loop.time() < ends_at:
+        while (waits_for := _not_done(running, cancelling)) and loop.time() < ends_at:
+            if connection is not None and waits_for == [running]:
+                thread = StatementThread("headrace effects cancel")
+                cancelling = thread.submit(partial(cancel_statement, connection))
+                cancelling.add_done_callback(_retrieve)
+                waits_for.append(cancelling)
             with suppress(asyncio.CancelledError):  # the first one is raised in the end
-                await asyncio.wait(steps, timeout=ends_at - loop.time())
-        for step in steps:
-            self.is_abandoned |= not step.done()
-            step.add_done_callback(_retrieve)
+                await asyncio.wait(waits_for, timeout=min(CANCEL_AGAIN_S, ends_at - loop.time()))
+        self.is_abandoned = bool(_not_done(running, cancelling))
+        running.add_done_callback(_retrieve)
 
     def _connect(self) -> Connection:
         if self._opened is None:
@@ -373,6 +379,10 @@ class _ThreadedTransaction(EffectTransaction):
         raise _only_async("session")
 
 
+def _not_done(*futures: asyncio.Future[Any] | None) -> list[asyncio.Future[Any]]:
+    return [future for future in futures if future is not None and not future.done()]
+
+
 def _retrieve(future: asyncio.Future[Any]) -> None:
     """Ask for the error: asyncio warns of those that are never asked for."""
     if not future.cancelled():
@@ -410,6 +420,30 @@ def _begin_before_savepoint(connection: Connection, _name: str) -> None:
     transaction, and its end would commit."""
     if connection in _connections_of_effects and is_in_transaction(connection) is False:
         connection.exec_driver_sql("BEGIN")
+
+
+def _end_cancelled_statement(context: ExceptionContext) -> None:
+    """End a statement of aiosqlite that was cancelled. Then its connection can be used for the ROLLBACK.
+
+    SQLAlchemy would close the connection while the statement runs. SQLite keeps a closed connection open, with its
+    locks on the file, while a cursor is open: the traceback of the cancellation holds one."""
+    if isinstance(context.original_exception, Exception) or context.connection is None:
+        return
+    adapted = cast("Any", context.connection.connection.dbapi_connection)
+    cursor = getattr(context.execution_context, "cursor", None)
+    if cursor is None or not hasattr(adapted, "run_async"):
+        return
+
+    async def end(driver: Any) -> None:
+        await driver.interrupt()
+        await cursor._cursor.close()  # noqa: SLF001 (SQLAlchemy's own close() does not close it)
+
+    def shielded(driver: Any) -> asyncio.Future[None]:
+        return asyncio.shield(end(driver))
+
+    with suppress(Exception, asyncio.CancelledError):  # it is cancelled again: SQLAlchemy closes the connection
+        adapted.run_async(shielded)
+        context.is_disconnect = False
 
 
 def _check_not_over(*, is_over: bool) -> None:

@@ -10,6 +10,8 @@ class KafkaLimits(NamedTuple):
 
     request_s: float = 10.0
     """How long a request of an administrative client may take."""
+    unknown_s: float = 2.0
+    """A topic counts as deleted when the brokers have not known it for this long."""
     watch_s: float = 1.0
     """Pause between two checks that the topic is there and is still the same one."""
     watch_answer_s: float = 5.0

@@ -32,7 +32,8 @@ async def open_topic(
     `topic_id` is its id of the last time, "" if it was not used before. `given_age_s` is `retain_age_s` as this process
     gives it. Raises InvalidArgument, NotFound and StorageError as `open_adapter`.
     """
-    if await topics.describe(topic) is None:
+    describe = topics.describe_known if context.location else topics.describe
+    if await describe(topic) is None:
         if context.location:
             raise NotFound(
                 f"provider {context.provider!r}: there is no topic {topic!r} at {options.bootstrap}: check bootstrap; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
@@ -45,14 +46,23 @@ class KafkaTopics:
         try:
             found = await answer_of(asked[topic], self._clients, f"topic {topic!r} cannot be described")
         except StorageError:
-            error = asked[topic].exception()
-            code = error.args[0].code() if isinstance(error, KafkaException) else None
-            if code in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):  # noqa: SLF001 (its name)
+            if _does_not_know(asked[topic]):
                 return None
             raise
         return TopicFacts(
             str(found.topic_id), len(found.partitions), max(len(each.replicas) for each in found.partitions)
         )
+
+    async def describe_known(self, topic: str, timeout_s: float | None = None) -> TopicFacts | None:
+        """As `describe`, for a topic that existed: a broker that is behind the others is asked again, for `unknown_s`,
+        before the topic counts as deleted."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.unknown_s
+        while True:
+            facts = await self.describe(topic, timeout_s)
+            if facts is not None or loop.time() > deadline:
+                return facts
+            await asyncio.sleep(0.05)
 
     async def create(self, topic: str, partitions: int, replication: int | None, settings: Mapping[str, str]) -> None:
         """Create a topic. It may exist already."""
@@ -83,21 +93,38 @@ class KafkaTopics:
             await asyncio.sleep(0.05)
 
     async def settings(self, topic: str) -> Mapping[str, str]:
-        """Return the settings of a topic."""
+        """Return the settings of a topic that exists."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)  # pyright: ignore[reportUnknownMemberType]
-        (asked,) = self._client.describe_configs([resource], request_timeout=self._limits.request_s).values()
-        found = await answer_of(
-            asked, self._clients, f"the settings of topic {topic!r} cannot be read", needs="DescribeConfigs"
+        found = await self._of_known(
+            lambda timeout_s: self._client.describe_configs([resource], request_timeout=timeout_s)[resource],
+            f"the settings of topic {topic!r} cannot be read",
+            needs="DescribeConfigs",
         )
         return {name: entry.value for name, entry in found.items()}
 
     async def set(self, topic: str, name: str, value: str) -> None:
-        """Change a setting of a topic."""
+        """Change a setting of a topic that exists."""
         entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])  # pyright: ignore[reportUnknownMemberType]
-        requests = self._client.incremental_alter_configs([resource], request_timeout=self._limits.request_s)
-        (asked,) = requests.values()
-        await answer_of(asked, self._clients, f"{name} of topic {topic!r} cannot be set", needs="AlterConfigs")
+        await self._of_known(
+            lambda timeout_s: self._client.incremental_alter_configs([resource], request_timeout=timeout_s)[resource],
+            f"{name} of topic {topic!r} cannot be set",
+            needs="AlterConfigs",
+        )
+
+    async def _of_known(self, ask: Callable[[float], Future[Any]], doing: str, *, needs: str) -> Any:
+        """Return the answer of a request about a topic that exists. It is sent again while the broker that answers does
+        not know the topic yet. `ask` is called with the time for the answer, in seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.request_s
+        while True:
+            asked = ask(self._limits.request_s)
+            try:
+                return await answer_of(asked, self._clients, doing, needs=needs)
+            except StorageError:
+                if not _does_not_know(asked) or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(0.05)
 
     async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """Return the retained offsets of partitions. The end is that of committed records."""
@@ -161,6 +188,13 @@ _OLD_LEADER = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.NOT_LEADER_FOR_PARTITION,
 )
+
+
+def _does_not_know(answer: Future[Any]) -> bool:
+    """Return whether there is no topic of this name on the broker that answered."""
+    error = answer.exception() if answer.done() else None
+    unknown = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)  # noqa: SLF001 (its name)
+    return isinstance(error, KafkaException) and error.args[0].code() in unknown
 
 
 def _knows_old_leader(answer: Any) -> bool:

@@ -49,7 +49,7 @@ class TopicWatch:
             raise self._replaced.copy()
         try:
             timeout_s = min(self._limits.request_s, self._limits.watch_answer_s)
-            facts = await self._topics.describe(self._topic, timeout_s)
+            facts = await self._topics.describe_known(self._topic, timeout_s)
             fault = self._difference(facts)
             self.is_unusable = fault is not None
         except StorageError as error:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, NullPool, create_engine, event, inspect, make_url, text
 
-from headrace import Effects, Event, Unavailable
+from headrace import Effects, Event, Transaction, Unavailable
 from headrace.agents.effects_service import PositionedFailures
 from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
 from headrace.effects.schema import metadata, migrate
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, close, engine, user_database
-from tests.effects.test_transactional_handlers import event_at, in_scope
+from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "aiosqlite"])
@@ -130,6 +130,34 @@ async def test_a_cancelled_transaction_cancels_its_statement(schema_url: Callabl
             assert running.cancelled()
         await effects.call(event_at(5))
         assert database.log() == ["42@5"]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "aiosqlite"])
+async def test_a_cancelled_statement_leaves_no_lock_on_the_file(kind: str, tmp_path: Path):
+    """SQLite kept the lock of a closed connection while the traceback had its cursor: often until the process ended."""
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(began()) FROM n"
+    began = threading.Event()
+    options: dict[str, Any] = {"connect_args": {"timeout": 0.1}}
+    async with user_database(kind, str(tmp_path / "u.db"), lambda: "", **options) as database:
+
+        def add_function(driver: Any, _: object) -> None:
+            driver.create_function("began", 0, began.set)
+
+        async def work(event: Event, tx: Transaction) -> None:
+            await write_down(event, tx)
+            await tx.execute(text(endless))
+
+        event.listen(database_engine(database), "connect", add_function)
+        effects, _ = in_scope(database, work)
+        running = asyncio.create_task(effects.call(event_at(5)))
+        await asyncio.to_thread(began.wait)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError) as kept:
+            await running
+        again, _ = in_scope(database)
+        await again.call(event_at(5))
+        assert database.log() == ["42@5"]
+        del kept
 
 
 SCRIPT = """
