@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from sqlalchemy import Connection, CursorResult, Engine, ExceptionContext, event, text
+from sqlalchemy import Connection, Engine, ExceptionContext, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
@@ -101,16 +101,16 @@ class EffectDatabase(ABC):
 
 
 class DriverStatement:
-    """A statement that is compiled once, and not looked up by SQLAlchemy for each execution: for statements that are
-    executed for each event."""
+    """A statement without rows that is given to the driver: for statements that are executed for each event. SQLAlchemy
+    takes as long to prepare an execution, and to make its result, as the driver takes to execute it."""
 
     def __init__(self, sql: str) -> None:
         self._statement = text(sql)
         self._compiled: dict[tuple[str, str], tuple[str, Sequence[str] | None]] = {}
         """By dialect and driver: text, and the order of parameters if it has no names."""
 
-    def execute(self, connection: Connection, values: Mapping[str, Any]) -> CursorResult[Any]:
-        """Raises the errors of SQLAlchemy."""
+    def execute(self, connection: Connection, values: Mapping[str, Any]) -> int:
+        """Return the number of rows that were changed. Raises the errors of SQLAlchemy."""
         dialect = connection.dialect
         known = self._compiled.get((dialect.name, dialect.driver))
         if known is None:
@@ -118,7 +118,31 @@ class DriverStatement:
             known = str(made), list(made.positiontup) if made.positional else None
             self._compiled[dialect.name, dialect.driver] = known
         sql, order = known
-        return connection.exec_driver_sql(sql, dict(values) if order is None else tuple(values[name] for name in order))
+        parameters: Any = dict(values) if order is None else tuple(values[name] for name in order)
+        if dialect.name == "sqlite":  # SQLAlchemy's own way ends cancelled statements: see _end_cancelled_statement
+            return connection.exec_driver_sql(sql, parameters).rowcount
+        return _rows_changed(connection, sql, parameters)
+
+
+def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
+    pooled, errors = connection.connection, connection.dialect.loaded_dbapi.Error
+    cursor = pooled.cursor()
+    try:
+        cursor.execute(sql, parameters)
+        return cursor.rowcount
+    except errors as error:
+        is_lost = connection.dialect.is_disconnect(error, pooled, cursor)
+        if is_lost:
+            connection.invalidate(error)
+        raise DBAPIError.instance(
+            sql, parameters, error, errors, connection.engine.hide_parameters, connection_invalidated=is_lost,
+            dialect=connection.dialect,
+        ) from error  # fmt: skip
+    except BaseException as error:  # it was cancelled: the driver may still wait for the answer
+        connection.invalidate(error)
+        raise
+    finally:
+        cursor.close()
 
 
 # ---- AsyncEngine -----------------------------------------------------------------------------------------------------

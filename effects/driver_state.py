@@ -14,8 +14,9 @@ _IDLE, IN_ERROR = 0, 3
 
 def transaction_status(connection: Connection) -> int | None:
     """Return the transaction state of libpq; None if the driver is not psycopg."""
-    info = getattr(connection.connection.driver_connection, "info", None)
-    status = getattr(info, "transaction_status", None)
+    driver = connection.connection.driver_connection
+    libpq = getattr(driver, "pgconn", None) or getattr(driver, "info", None)  # psycopg, psycopg2
+    status = getattr(libpq, "transaction_status", None)
     return None if status is None else int(status)
 
 

@@ -23,13 +23,15 @@ _VALUES = ":origin, :subscription, :stream, :generation, :queue, :last_offset, :
 _MOVE = """generation = excluded.generation, queue = excluded.queue, token_offset = excluded.token_offset,
     token_index = excluded.token_index, revision = p.revision + 1, written_at_us = excluded.written_at_us"""
 
-_CLAIM = DriverStatement(f"""
+_CLAIM_SQL = f"""
     INSERT INTO headrace_position AS p ({_COLUMNS}) VALUES ({_VALUES})
     ON CONFLICT (origin, subscription, stream) DO UPDATE SET {_MOVE}
     WHERE (p.generation, p.token_offset, p.token_index) < (excluded.generation, :first_offset, :first_index)
     AND (p.queue = excluded.queue OR p.generation < excluded.generation)
-    RETURNING unapplied
-""")  # noqa: S608 (only names of this module)
+"""  # noqa: S608 (only names of this module)
+_CLAIM = text(f"{_CLAIM_SQL} RETURNING unapplied")
+_CLAIM_WITHOUT_FAILED = DriverStatement(f"{_CLAIM_SQL} AND p.unapplied = 0")
+"""Moves a position that has no failed events. A statement without a result is cheaper."""
 _STORE = text(f"""
     INSERT INTO headrace_position AS p ({_COLUMNS}, state, state_version, expires_at_us)
     VALUES ({_VALUES}, :state, :state_version, :expires_at_us)
@@ -164,7 +166,9 @@ class StreamPosition:
         """Move the position past these events, and return those that no redrive has applied. Return None if the
         position is already past one of them; then nothing is written."""
         row = self._row(token_of(events[0]), token_of(events[-1]))
-        moved = _CLAIM.execute(connection, row).first()
+        if _CLAIM_WITHOUT_FAILED.execute(connection, row):
+            return events
+        moved = connection.execute(_CLAIM, row).first()
         if moved is None:
             return None
         return self._failed.mark_applied(connection, events) if moved.unapplied else events
@@ -209,7 +213,7 @@ class StreamPosition:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""
         after = self.after(self.lock(connection), events)
         if after:
-            _CLAIM.execute(connection, self._row(token_of(after[0]), token_of(after[-1])))
+            connection.execute(_CLAIM, self._row(token_of(after[0]), token_of(after[-1])))
             self._failed.update_count(connection)
 
     def claim_redrive(self, connection: Connection, event: Event) -> RedriveDecision:

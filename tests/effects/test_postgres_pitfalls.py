@@ -23,6 +23,7 @@ from headrace.effects.mover import OutboxMover
 from headrace.streams.errors import StorageError
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.adapters.postgres.opening import batch, opened, received
+from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, close, engine, user_database
 from tests.effects.test_outbox import RecordingQueue
 from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
@@ -111,6 +112,32 @@ async def test_a_connection_that_was_lost_is_opened_again(kind: str, schema_url:
             await scoped.call(event_at(5))
             await scoped.call(event_at(6))
         assert database.log() == [*(["42@4"] if lost == "before the handler" else []), "42@5", "42@6"]
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_position_that_waits_for_a_lock_is_given_up(
+    kind: str, schema_url: Callable[[], str], *, cancelled: bool
+):
+    """Its statement goes to the driver without SQLAlchemy's care for errors."""
+    async with user_database(kind, "", schema_url, pool_size=1, max_overflow=0) as database:
+        waiting = (
+            "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%INTO headrace_position%'"
+        )
+        effects, _ = in_scope(database)
+        await effects.call(event_at(4))
+        with database.inspecting.begin() as holder:
+            holder.execute(text("SELECT 1 FROM headrace_position FOR UPDATE"))
+            running = asyncio.create_task(effects.call(event_at(5)))
+            await until(lambda: bool(database.rows(waiting)))
+            if cancelled:
+                running.cancel()
+            else:
+                database.execute(f"SELECT pg_terminate_backend(pid) FROM ({waiting}) AS waiting")
+            with pytest.raises(asyncio.CancelledError if cancelled else Unavailable):
+                await running
+        await effects.call(event_at(5))
+        assert database.log() == ["42@4", "42@5"]
 
 
 async def test_backends_that_are_terminated_lose_and_repeat_nothing(tmp_path: Path, schema_url: Callable[[], str]):
