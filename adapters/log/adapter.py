@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...streams.background import BackgroundTasks
-from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
+from ...streams.errors import Closed, CorruptRecord, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
 from ...streams.private_files import make_directory
 from ..range_ends import RangeLimits
@@ -183,12 +183,19 @@ class LogAdapter(QueueAdapter):
         return await self._run(lambda: skip_damage(self._environment, queue, damages))
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
-        """See QueueAdapter. Deletes in short transactions, so that publishers can commit between them."""
+        """See QueueAdapter. Deletes in short transactions, so that publishers can commit between them. Raises
+        CorruptRecord for a damaged queue when the others are done."""
         await self._run(self._environment.forget_dead_readers)
+        damage: CorruptRecord | None = None
         for queue in range(self._queues):
-            while await self._run(lambda queue=queue: trim(self._environment, queue, watermarks.get(queue))):
-                pass
+            try:
+                while await self._run(lambda queue=queue: trim(self._environment, queue, watermarks.get(queue))):
+                    pass
+            except CorruptRecord as error:
+                damage = error
         self._expired_to = await self._run(lambda: expire_producers(self._environment, self._expired_to))
+        if damage is not None:
+            raise damage
 
     async def aclose(self) -> None:
         if self._closing is None:

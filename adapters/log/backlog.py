@@ -13,8 +13,8 @@ from .transactions import LogSnapshot
 def backlog(snapshot: LogSnapshot, queue: int, offset: int, limits: LogLimits) -> Backlog:
     """Count the retained batches from `offset` on. A damaged block counts as empty: its readers get the error."""
     tail = snapshot.tail(queue)
-    oldest = snapshot.first(queue)
-    if oldest is None or offset >= tail.next:
+    oldest = snapshot.stored_first(queue)
+    if oldest is None or max(offset, oldest) >= tail.next:
         return Backlog(0, 0)
     start = max(offset, oldest)
     first = snapshot.block_holding(queue, start)

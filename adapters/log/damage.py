@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from ...streams.errors import CorruptRecord
 from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, read_header, skipped_record
 from .environment import LogEnvironment
 from .transactions import LogChanges, LogSnapshot, StoredGap
@@ -80,12 +79,11 @@ def find_damage(environment: ReadableLog, queue: int, on_progress: OnProgress = 
 
 def check_range(snapshot: LogSnapshot, queue: int, start: int, end: int) -> CheckedRange:
     """Check the blocks from offset `start` up to `end`, at most about 8 MiB of them."""
-    try:
-        oldest = snapshot.first(queue)
-    except CorruptRecord:  # all blocks are behind the queue's end, which `skip_damage` corrects
-        oldest = None
-    if oldest is None:
-        return CheckedRange(end, 0, [])
+    oldest = snapshot.tail(queue).first
+    if oldest is None:  # not known
+        oldest = snapshot.stored_first(queue)
+        if oldest is None or oldest >= end:  # all blocks are behind the queue's end, which `skip_damage` corrects
+            return CheckedRange(end, 0, [])
     damages: list[DamagedRange] = []
     at, nbytes = max(start, oldest), 0
     for first, record in snapshot.blocks(queue, at):
@@ -192,7 +190,8 @@ def _recount(changes: LogChanges, queue: int) -> None:
     for first, record in changes.blocks(queue, tail.next):
         with suppress(DamagedBlockError):
             end = first + check_block(record, BlockPlace(queue, first)).batches
-    corrected = tail._replace(next=end, events=events, nbytes=nbytes)
+    first = changes.stored_first(queue)
+    corrected = tail._replace(next=end, events=events, nbytes=nbytes, first=end if first is None else first)
     if corrected != tail:
         changes.put_tail(queue, corrected)
 

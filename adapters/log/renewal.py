@@ -37,7 +37,7 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     try:
         with environment.writing() as changes:
             for queue, offset in starts.items():
-                changes.put_tail(queue, TailRow(next=offset, acknowledged=offset))
+                changes.put_tail(queue, TailRow(next=offset, acknowledged=offset, first=offset))
         identity = str(environment.created_us)
     finally:
         release(environment)

@@ -107,12 +107,12 @@ def _delete_oldest(
         if oldest is None or not limits.allow(tail, oldest.time_us, oldest.end):
             break
         changes.delete(queue, oldest.first)
-        tail = tail._replace(events=tail.events - oldest.events, nbytes=tail.nbytes - oldest.nbytes)
+        tail = tail._replace(events=tail.events - oldest.events, nbytes=tail.nbytes - oldest.nbytes, first=oldest.end)
+        changes.put_tail(queue, tail)
         if watermark is not None and oldest.end > watermark:
             _note_gap(changes, queue, max(oldest.first, watermark), oldest.end, now_us)
         nbytes -= oldest.nbytes
         blocks -= 1
-    changes.put_tail(queue, tail)
     return not blocks or nbytes <= 0
 
 

@@ -3,7 +3,7 @@
 database     key                               value
 meta         b"log"                            JSON of `MetaRow`
 queue-NNNNN  first offset (u64, big-endian)    a block, see `blocks`
-state        queue index (u32, big-endian)     `TailRow`, five u64, little-endian
+state        queue index (u32, big-endian)     `TailRow`, six u64, little-endian; five before 0.2.0
 producers    the producer's id in UTF-8        msgpack of `ProducerRow`
 gaps         queue (u32) and low (u64)         msgpack of `GapRow`
 """
@@ -22,7 +22,9 @@ META_KEY = b"log"
 _OFFSET = Struct(">Q")
 _QUEUE = Struct(">I")
 _GAP = Struct(">IQ")
-_TAIL = Struct("<QQQQQ")
+_TAIL = Struct("<QQQQQQ")
+_TAIL_OF_0_1 = Struct("<QQQQQ")
+_UNKNOWN = (1 << 64) - 1
 
 offset_key = _OFFSET.pack
 queue_key = _QUEUE.pack
@@ -42,14 +44,22 @@ class TailRow(NamedTuple):
     """Time of the last commit."""
     acknowledged: int = 0
     """Every batch below this offset is finished."""
+    first: int | None = 0
+    """Offset of the oldest retained batch; `next` if there is none. None: not known, because 0.1 made the log and
+    retention has deleted nothing since."""
 
     def pack(self) -> bytes:
-        return _TAIL.pack(*self)
+        return _TAIL.pack(*self[:-1], _UNKNOWN if self.first is None else self.first)
 
     @classmethod
     def unpack(cls, row: bytes | memoryview | None) -> TailRow:
         """Return the state in a row, that of an empty queue for None. Raises lmdb.CorruptedError for a wrong size."""
-        return cls() if row is None else cls._make(_unpacked(_TAIL, row))
+        if row is None:
+            return cls()
+        if len(row) == _TAIL_OF_0_1.size:
+            return cls(*_TAIL_OF_0_1.unpack(row), first=None)
+        *others, first = _unpacked(_TAIL, row)
+        return cls(*others, first=None if first == _UNKNOWN else first)
 
 
 class MetaRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,15 +53,21 @@ class LogSnapshot:
     def first(self, queue: int) -> int | None:
         """Return the offset of the oldest retained batch, None if there is none.
 
-        Raises CorruptRecord if it is behind the queue's end: a power failure may cause this with durability `relaxed`.
+        Raises CorruptRecord if blocks before it are missing, and if it is behind the queue's end: a power failure may
+        cause this with durability `relaxed`.
         """
-        cursor = self._txn.cursor(self._databases.blocks[queue])
-        if not cursor.first():
-            return None
-        first, end = offset_of(cursor.key()), self.tail(queue).next
-        if first >= end:
-            raise self.corrupt(queue, end, "its oldest block is behind the queue's end", first)
+        first, tail = self.stored_first(queue), self.tail(queue)
+        if first is not None and first >= tail.next:
+            raise self.corrupt(queue, tail.next, "its oldest block is behind the queue's end", first)
+        found = tail.next if first is None else first
+        if tail.first is not None and tail.first < found:
+            raise self.corrupt(queue, tail.first, "its oldest blocks are missing", found)
         return first
+
+    def stored_first(self, queue: int) -> int | None:
+        """Return the offset of the first block that is found, None if there is none."""
+        cursor = self._txn.cursor(self._databases.blocks[queue])
+        return offset_of(cursor.key()) if cursor.first() else None
 
     def end(self, queue: int) -> int:
         """Return the queue's next offset. Raises CorruptRecord if it is wrong: a record is stored at or behind it."""
