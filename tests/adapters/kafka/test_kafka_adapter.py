@@ -468,6 +468,14 @@ async def test_record_that_does_not_fit_any_more_may_be_stored_in_part(address: 
         assert await received(await adapter.open_receiver(0, 0), 1) == ["fits"]
 
 
+async def test_a_topic_for_records_of_any_size_can_be_used(address: str, foreign: ForeignProgram) -> None:
+    topic = new_topic()
+    await asyncio.to_thread(foreign.make_topic, topic, 1, {"max.message.bytes": str((1 << 31) - 1)})
+    async with opened(address, topic, retain_unfinished=False) as adapter:
+        await adapter.enqueue([(0, batch("fits"))])
+        assert await received(await adapter.open_receiver(0, 0), 1) == ["fits"]
+
+
 @pytest.mark.parametrize("headers", [0, 128])
 async def test_largest_raw_event_of_an_idempotent_call_fits(
     address: str, foreign: ForeignProgram, headers: int
