@@ -451,11 +451,8 @@ def _end_cancelled_statement(context: ExceptionContext) -> None:
 
     SQLAlchemy would close the connection while the statement runs. SQLite keeps a closed connection open, with its
     locks on the file, while a cursor is open: the traceback of the cancellation holds one."""
-    if isinstance(context.original_exception, Exception) or context.connection is None:
-        return
-    adapted = cast("Any", context.connection.connection.dbapi_connection)
-    cursor = getattr(context.execution_context, "cursor", None)
-    if cursor is None or not hasattr(adapted, "run_async"):
+    connection, cursor = context.connection, getattr(context.execution_context, "cursor", None)
+    if isinstance(context.original_exception, Exception) or connection is None or cursor is None:
         return
 
     async def end(driver: Any) -> None:
@@ -466,8 +463,10 @@ def _end_cancelled_statement(context: ExceptionContext) -> None:
         return asyncio.shield(end(driver))
 
     with suppress(Exception, asyncio.CancelledError):  # it is cancelled again: SQLAlchemy closes the connection
-        adapted.run_async(shielded)
-        context.is_disconnect = False
+        adapted = cast("Any", connection.connection.dbapi_connection)
+        if hasattr(adapted, "run_async"):  # not of an Engine
+            adapted.run_async(shielded)
+            context.is_disconnect = False
 
 
 def _check_not_over(*, is_over: bool) -> None:
