@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
+from traceback import clear_frames
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
@@ -125,24 +126,17 @@ class DriverStatement:
 
 
 def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
-    pooled, errors = connection.connection, connection.dialect.loaded_dbapi.Error
-    cursor = pooled.cursor()
+    pooled, cursor = connection.connection, None
     try:
+        cursor = pooled.cursor()
         cursor.execute(sql, parameters)
         return cursor.rowcount
-    except errors as error:
-        is_lost = connection.dialect.is_disconnect(error, pooled, cursor)
-        if is_lost:
-            connection.invalidate(error)
-        raise DBAPIError.instance(
-            sql, parameters, error, errors, connection.engine.hide_parameters, connection_invalidated=is_lost,
-            dialect=connection.dialect,
-        ) from error  # fmt: skip
-    except BaseException as error:  # it was cancelled: the driver may still wait for the answer
-        connection.invalidate(error)
-        raise
+    except BaseException as error:  # noqa: BLE001 (it is raised again)
+        # What SQLAlchemy does about an error of a statement of its own: it has no public name.
+        connection._handle_dbapi_exception(error, sql, parameters, cursor, None)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     finally:
-        cursor.close()
+        if cursor is not None:
+            cursor.close()
 
 
 # ---- AsyncEngine -----------------------------------------------------------------------------------------------------
@@ -372,10 +366,15 @@ class _ThreadedTransaction(EffectTransaction):
 
     async def end(self, *, commit: bool) -> None:
         self._is_over = True
-        if self.is_abandoned:
-            self._thread.submit(self._discard).add_done_callback(_retrieve)
-        else:
+        if not self.is_abandoned:
             await self._in_thread(lambda: self._end(commit=commit))
+            return
+        self._thread.submit(self._discard).add_done_callback(_retrieve)
+        if commit:
+            raise InvalidArgument(
+                "the handler caught the cancellation of a statement that did not end, so its transaction is rolled "
+                "back: let CancelledError and TimeoutError pass"
+            )
 
     def _discard(self) -> None:
         connection, self._opened = self._opened, None
@@ -447,26 +446,30 @@ def _begin_before_savepoint(connection: Connection, _name: str) -> None:
 
 
 def _end_cancelled_statement(context: ExceptionContext) -> None:
-    """End a statement of aiosqlite that was cancelled. Then its connection can be used for the ROLLBACK.
+    """End a statement of aiosqlite that was cancelled, and its transaction, before SQLAlchemy closes the connection.
 
-    SQLAlchemy would close the connection while the statement runs. SQLite keeps a closed connection open, with its
-    locks on the file, while a cursor is open: the traceback of the cancellation holds one."""
-    connection, cursor = context.connection, getattr(context.execution_context, "cursor", None)
-    if isinstance(context.original_exception, Exception) or connection is None or cursor is None:
+    SQLite keeps a closed connection open, with its locks on the file, while a cursor is open. The traceback of the
+    cancellation holds the cursor, and so does SQLAlchemy's."""
+    error, connection = context.original_exception, context.connection
+    if isinstance(error, Exception) or connection is None:
         return
+    clear_frames(error.__traceback__)
+    cursor = getattr(getattr(context.execution_context, "cursor", None), "_cursor", None)
 
     async def end(driver: Any) -> None:
-        await driver.interrupt()
-        await cursor._cursor.close()  # noqa: SLF001 (SQLAlchemy's own close() does not close it)
+        steps = [] if cursor is None else [cursor.close()]
+        ending = asyncio.gather(*steps, driver.rollback(), return_exceptions=True)
+        while not ending.done():
+            await driver.interrupt()
+            await asyncio.wait([ending], timeout=CANCEL_AGAIN_S)
 
     def shielded(driver: Any) -> asyncio.Future[None]:
         return asyncio.shield(end(driver))
 
-    with suppress(Exception, asyncio.CancelledError):  # it is cancelled again: SQLAlchemy closes the connection
+    with suppress(Exception, asyncio.CancelledError):  # the connection is lost; it is cancelled again
         adapted = cast("Any", connection.connection.dbapi_connection)
         if hasattr(adapted, "run_async"):  # not of an Engine
             adapted.run_async(shielded)
-            context.is_disconnect = False
 
 
 def _check_not_over(*, is_over: bool) -> None:

@@ -247,8 +247,7 @@ class LogAdapter(QueueAdapter):
 
 
 def _bounds(snapshot: LogSnapshot, queue: int) -> Bounds:
-    first, end = snapshot.first(queue), snapshot.tail(queue).next
-    return Bounds(end if first is None else first, end)
+    return Bounds(snapshot.beginning(queue), snapshot.tail(queue).next)
 
 
 def _check_encoding(batch: EventBatch) -> None:

@@ -150,5 +150,4 @@ class LogScan:
 
 
 def _tail(snapshot: LogSnapshot, queue: int) -> QueueTail:
-    tail, first = snapshot.tail(queue), snapshot.first(queue)
-    return QueueTail(tail.next if first is None else first, tail)
+    return QueueTail(snapshot.beginning(queue), snapshot.tail(queue))

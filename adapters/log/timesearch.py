@@ -10,8 +10,9 @@ def offset_at(snapshot: LogSnapshot, queue: int, time_us: int) -> int:
 
     This is a binary search: commit times never decrease within a queue, and the batches of a block share one time.
     """
-    end = snapshot.tail(queue).next
-    low, high = snapshot.first(queue), end
+    beginning, end = snapshot.beginning(queue), snapshot.tail(queue).next
+    oldest = snapshot.stored_first(queue)
+    low, high = oldest, end
     while low is not None and low < high:
         first = snapshot.block_holding(queue, (low + high) // 2)
         assert first is not None, "low is retained, and there are no holes above it"
@@ -19,4 +20,6 @@ def offset_at(snapshot: LogSnapshot, queue: int, time_us: int) -> int:
             low = snapshot.block_after(queue, first)
         else:
             high = first
-    return end if low is None else low
+    if low is None or low == oldest:  # blocks before it may be missing
+        return beginning
+    return low

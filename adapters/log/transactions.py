@@ -53,16 +53,26 @@ class LogSnapshot:
     def first(self, queue: int) -> int | None:
         """Return the offset of the oldest retained batch, None if there is none.
 
-        Raises CorruptRecord if blocks before it are missing, and if it is behind the queue's end: a power failure may
-        cause this with durability `relaxed`.
+        Raises CorruptRecord as `beginning`, and if blocks before it are missing.
         """
-        first, tail = self.stored_first(queue), self.tail(queue)
-        if first is not None and first >= tail.next:
-            raise self.corrupt(queue, tail.next, "its oldest block is behind the queue's end", first)
-        found = tail.next if first is None else first
-        if tail.first is not None and tail.first < found:
-            raise self.corrupt(queue, tail.first, "its oldest blocks are missing", found)
+        first, beginning = self.stored_first(queue), self.beginning(queue)
+        found = self.tail(queue).next if first is None else first
+        if beginning < found:
+            raise self.corrupt(queue, beginning, "its oldest blocks are missing", found)
         return first
+
+    def beginning(self, queue: int) -> int:
+        """Return the offset of the oldest batch that must be there; the queue's end if there is none. To read it finds
+        out if it is missing.
+
+        Raises CorruptRecord if all blocks are behind the queue's end: a power failure may cause this with durability
+        `relaxed`.
+        """
+        stored, tail = self.stored_first(queue), self.tail(queue)
+        if stored is not None and stored >= tail.next:
+            raise self.corrupt(queue, tail.next, "its oldest block is behind the queue's end", stored)
+        found = tail.next if stored is None else stored
+        return found if tail.first is None else min(tail.first, found)
 
     def stored_first(self, queue: int) -> int | None:
         """Return the offset of the first block that is found, None if there is none."""

@@ -5,13 +5,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, NullPool, create_engine, event, inspect, make_url, text
+from sqlalchemy.exc import PendingRollbackError
 
-from headrace import Effects, Event, Transaction, Unavailable
+from headrace import Effects, Event, InvalidArgument, Transaction, Unavailable
 from headrace.agents.effects_service import PositionedFailures
 from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
@@ -158,6 +160,47 @@ async def test_a_cancelled_statement_leaves_no_lock_on_the_file(kind: str, tmp_p
         await again.call(event_at(5))
         assert database.log() == ["42@5"]
         del kept
+
+
+@pytest.mark.parametrize("caught", ["a statement of the connection", "a statement of the session"])
+async def test_a_handler_that_goes_on_after_a_cancelled_statement_commits_nothing(caught: str, tmp_path: Path):
+    """SQLite rolls back the whole transaction if a statement that writes is interrupted."""
+    endless = "INSERT INTO log (value) WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+    async with user_database("aiosqlite", str(tmp_path / "u.db"), lambda: "") as database:
+
+        async def go_on(event: Event, tx: Transaction) -> None:
+            on = tx.session if "session" in caught else tx.connection
+            await on.execute(text("INSERT INTO log (value) VALUES ('first')"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await on.execute(text(endless))
+            await on.execute(text("INSERT INTO log (value) VALUES ('second')"))
+
+        effects, _ = in_scope(database, go_on)
+        with pytest.raises(PendingRollbackError):
+            await effects.call(event_at(5))
+        assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "psycopg"])
+async def test_an_event_whose_statement_does_not_end_is_not_handled(
+    kind: str, tmp_path: Path, schema_url: Callable[[], str]
+):
+    """The handler caught the cancellation, and the event counted as handled without its effects."""
+    ended = threading.Event()
+    async with user_database(kind, str(tmp_path / "u.db"), schema_url) as database:
+
+        async def catch(event: Event, tx: Transaction) -> None:
+            await write_down(event, tx)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await tx.run(lambda _: ended.wait(30))
+
+        effects, _ = in_scope(database, catch)
+        with pytest.raises(InvalidArgument, match="caught the cancellation of a statement that did not end"):
+            await effects.call(event_at(5))
+        ended.set()
+        await until(lambda: not database.log())
 
 
 SCRIPT = """

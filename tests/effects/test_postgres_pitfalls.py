@@ -140,6 +140,30 @@ async def test_a_position_that_waits_for_a_lock_is_given_up(
         assert database.log() == ["42@4", "42@5"]
 
 
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_one_lost_connection_of_the_pool_stands_for_all(kind: str, schema_url: Callable[[], str]):
+    """Otherwise each connection of before a failover costs an attempt, and the pauses between attempts grow."""
+    connections = 4
+    barrier = asyncio.Barrier(connections)
+    async with user_database(kind, "", schema_url, pool_size=connections) as database:
+
+        async def wait_for_all(event: Event, tx: Transaction) -> None:
+            await write_down(event, tx)
+            await barrier.wait()
+
+        first, _ = in_scope(database, wait_for_all)
+        streams = [StreamId("orders", str(number)) for number in range(connections)]
+        await asyncio.gather(*(first.call(event_at(1, stream=stream)) for stream in streams))
+        database.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        effects, _ = in_scope(database)
+        with pytest.raises(Unavailable):
+            await effects.call(event_at(2))
+        await effects.call(event_at(2))
+
+
 async def test_backends_that_are_terminated_lose_and_repeat_nothing(tmp_path: Path, schema_url: Callable[[], str]):
     """As a failover does: all connections of the pool break, at any moment, and new ones work."""
     async with user_database("psycopg-async", "", schema_url) as database:
