@@ -100,7 +100,8 @@ class KafkaAdapter(QueueAdapter):
         self.identity = facts.topic_id
         self.location = options.location(topic, facts.topic_id)
         self.other_queues = (
-            f"choose another topic than {topic!r} with the option topic, or delete it and {topic}.producers"
+            f"choose another topic than {topic!r} with the option topic, or delete it and {topic}.producers; if other "
+            "programs write it, set format = 'raw'"
         )
         self._watch = TopicWatch(
             topic, facts, topics, limits, self._wake, queues=context.queues, is_shared=options.format == "raw"

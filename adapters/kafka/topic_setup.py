@@ -32,6 +32,7 @@ async def open_topic(
     `topic_id` is its id of the last time, "" if it was not used before. `given_age_s` is `retain_age_s` as this process
     gives it. Raises InvalidArgument, NotFound and StorageError as `open_adapter`.
     """
+    await topics.wait_for_controller(topic)
     describe = topics.describe_known if context.location else topics.describe
     if await describe(topic) is None:
         if context.location:
@@ -140,7 +141,7 @@ def check_topic(
         (
             options.format == "packed" and int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
             f"stores no records above {settings.get('max.message.bytes')} bytes",
-            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}",
+            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}; if other programs write it, format = 'raw'",
         ),
         (
             keep and settings.get("retention.ms") != "-1",

@@ -18,6 +18,8 @@ from ..receiving import Bounds
 from .client import KafkaClients, answer_of
 from .limits import KafkaLimits
 
+_REACHED_S = 2.0
+"""How long a broker that can be reached needs for a list of its topics, at most."""
 _NONE = -1
 """The offset of a time after the last record."""
 
@@ -63,6 +65,28 @@ class KafkaTopics:
             if facts is not None or loop.time() > deadline:
                 return facts
             await asyncio.sleep(0.05)
+
+    async def wait_for_controller(self, topic: str) -> None:
+        """Wait until the brokers answer requests about topics. If the one that controls the others has just ended, they
+        choose another one, and the client learns of it only by a list of all topics."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * self._limits.request_s
+        while True:
+            asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=self._limits.request_s / 2)[
+                topic
+            ]
+            try:
+                await answer_of(asked, self._clients, f"topic {topic!r} cannot be described")
+                return
+            except StorageError as error:
+                if not _is_without_answer(asked):
+                    return
+                try:
+                    await asyncio.to_thread(self._client.list_topics, timeout=_REACHED_S)
+                except KafkaException:
+                    raise error from None  # no broker can be reached
+                if loop.time() > deadline:
+                    raise
 
     async def create(self, topic: str, partitions: int, replication: int | None, settings: Mapping[str, str]) -> None:
         """Create a topic. It may exist already."""
@@ -143,16 +167,18 @@ class KafkaTopics:
         return found[partition] if found[partition] >= 0 else None
 
     async def _offsets(self, asked: Mapping[TopicPartition, OffsetSpec | None]) -> Mapping[int, int]:
+        """Ask the leaders. If one of them has just ended, the brokers choose another one after up to 9 s: so each
+        request has half of `request_s`, and all together have twice as long."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.request_s
+        deadline = loop.time() + 2 * self._limits.request_s
         while True:
             answers = self._client.list_offsets(
-                asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s
+                asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s / 2
             )
             try:
                 return {each.partition: await self._offset(each, answer) for each, answer in answers.items()}
             except StorageError:
-                topics = {each.topic for each, answer in answers.items() if _knows_old_leader(answer)}
+                topics = {each.topic for each, answer in answers.items() if _has_other_leader(answer)}
                 if not topics or loop.time() > deadline:
                     raise
             for topic in topics:
@@ -162,8 +188,8 @@ class KafkaTopics:
     async def _offset(self, partition: TopicPartition, answer: Any) -> int:
         doing = f"the offsets of partition {partition.partition} of topic {partition.topic!r} cannot be read"
         offset = (await answer_of(answer, self._clients, doing)).offset
-        if offset < _NONE:  # the client's answer, without an error, if the brokers do not answer
-            raise StorageError(f"{doing}: the brokers do not answer")
+        if offset < _NONE:  # the client's answer, without an error, if the broker does not answer
+            raise StorageError(f"{doing}: the broker that leads it does not answer")
         return offset
 
     async def _refresh(self, topic: str) -> None:
@@ -197,9 +223,19 @@ def _does_not_know(answer: Future[Any]) -> bool:
     return isinstance(error, KafkaException) and error.args[0].code() in unknown
 
 
-def _knows_old_leader(answer: Any) -> bool:
-    """Return whether the client asked a broker that leads no more, or with an epoch that is not the leader's."""
-    error = answer.exception() if answer.done() else None
+def _is_without_answer(answer: Future[Any]) -> bool:
+    error = answer.exception()
+    return isinstance(error, KafkaException) and error.args[0].code() < 0
+
+
+def _has_other_leader(answer: Any) -> bool:
+    """Return whether another broker may lead the partition by now: the one that was asked does not answer, or leads no
+    more, or has another epoch than the client."""
+    if not answer.done():
+        return False
+    error = answer.exception()
+    if error is None:
+        return bool(answer.result().offset < _NONE)
     return isinstance(error, KafkaException) and error.args[0].code() in _OLD_LEADER
 
 

@@ -398,9 +398,11 @@ def check_exists(data_place: DataPlace) -> None:
     """Raise NotFound if the data directory, or the provider in it, is missing; else as `check_data_directory`."""
     check_data_directory(data_place)
     if not _directory(data_place).exists():
-        existing = ", ".join(sorted(entry.name for entry in (data_place.data / "providers").glob("*"))) or "none"
+        existing = ", ".join(sorted(entry.name for entry in (data_place.data / "providers").glob("*")))
         raise NotFound(
-            f"data directory {str(data_place.data)!r} has no provider {data_place.provider!r}: there is {existing}"
+            f"data directory {str(data_place.data)!r} has no provider {data_place.provider!r}: "
+            f"there is {existing or 'none'}",
+            hint="name it with --provider" if existing else "",
         )
 
 

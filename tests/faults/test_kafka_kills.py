@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.kafka_servers import KafkaCluster, brokers_at
 from benchmarks.servers import PostgresServer
+from headrace import Provider, StreamId
 from tests.faults.cluster_scene import Times, loaded, playing
 from tests.faults.cluster_stores import rng
 from tests.servers import new_schema, postgres_server
@@ -95,3 +96,21 @@ async def test_agents_resume_after_all_brokers_stood_still(
             await load.flowing()
         print(load.summary())
         load.check()
+
+
+async def test_queues_can_be_opened_right_after_a_broker_was_killed(tmp_path: Path, brokers: KafkaCluster) -> None:
+    """The others still name it as a leader for up to 9 s."""
+    await until_all_brokers_are_back(brokers)
+    options = {"bootstrap": brokers.address, "topic": "opened", "replication": 3}
+
+    async def publish(payload: bytes) -> None:
+        async with Provider.open(tmp_path, adapter="kafka", queues=8, options=options) as provider:
+            await provider.publish(StreamId("s", payload.decode()), payload)
+
+    await publish(b"before")
+    killed = brokers.brokers[0]
+    await asyncio.to_thread(killed.kill)
+    try:
+        await publish(b"after")
+    finally:
+        await asyncio.to_thread(killed.start)
