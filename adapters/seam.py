@@ -215,7 +215,7 @@ class QueueAdapter(ABC):
         adapter is durable.
 
         `watermarks` maps a queue's index to the lowest unfinished offset of all subscriptions. A queue without a
-        subscription is not in it.
+        subscription is not in it. Raises CorruptRecord if a queue is so damaged that nothing can be deleted.
         """
 
 

@@ -13,7 +13,7 @@ from ..silo.config import SiloConfig
 from ..silo.config_loader import load_config, named_source, unknown_variables
 from ..silo.host import Silo
 from ..silo.supervisor import WorkerSupervisor, configurations
-from ..silo.tuning import tune_interpreter
+from ..silo.tuning import share_heaps, tune_interpreter
 from ..streams.background import first_of
 from ..streams.errors import InvalidArgument
 from ..streams.outcomes import DONE
@@ -44,6 +44,7 @@ async def serve(
     config: SiloConfig, stop_requested: asyncio.Event | None, ready: Callable[[Silo], object] = lambda _: None
 ) -> None:
     """Run a silo until a signal, or until `stop_requested` is set."""
+    share_heaps()
     stop_requested = stop_requested or asyncio.Event()
     handle_signals(lambda _: stop_requested.set())
     async with Silo.opened(config) as silo:

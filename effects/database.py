@@ -35,7 +35,7 @@ DEFAULT_TRANSACTIONS = 16
 CANCEL_S = 2.0
 """How long a cancelled transaction of an `Engine` waits for the end of its statement, in seconds."""
 CANCEL_AGAIN_S = 0.2
-"""The first try may come between two statements of the handler."""
+"""Pause between two attempts to cancel a statement, in seconds: the first one may come between two statements."""
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03", "25006")
@@ -102,8 +102,8 @@ class EffectDatabase(ABC):
 
 
 class DriverStatement:
-    """A statement without rows that is given to the driver: for statements that are executed for each event. SQLAlchemy
-    takes as long to prepare an execution, and to make its result, as the driver takes to execute it."""
+    """A statement that returns no rows, and is executed for each event. In PostgreSQL it bypasses SQLAlchemy's
+    execution, which costs as much as the driver's."""
 
     def __init__(self, sql: str) -> None:
         self._statement = text(sql)
@@ -111,7 +111,8 @@ class DriverStatement:
         """By dialect and driver: text, and the order of parameters if it has no names."""
 
     def execute(self, connection: Connection, values: Mapping[str, Any]) -> int:
-        """Return the number of rows that were changed. Raises the errors of SQLAlchemy."""
+        """Return the number of rows that were changed. Raises the errors of SQLAlchemy, and NotSupported if the driver
+        does not tell this number."""
         dialect = connection.dialect
         known = self._compiled.get((dialect.name, dialect.driver))
         if known is None:
@@ -121,8 +122,12 @@ class DriverStatement:
         sql, order = known
         parameters: Any = dict(values) if order is None else tuple(values[name] for name in order)
         if dialect.name == "sqlite":  # SQLAlchemy's own way ends cancelled statements: see _end_cancelled_statement
-            return connection.exec_driver_sql(sql, parameters).rowcount
-        return _rows_changed(connection, sql, parameters)
+            changed = connection.exec_driver_sql(sql, parameters).rowcount
+        else:
+            changed = _rows_changed(connection, sql, parameters)
+        if changed < 0:
+            raise NotSupported(f"the driver {dialect.driver!r} does not tell how many rows a statement has changed")
+        return changed
 
 
 def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
@@ -132,7 +137,8 @@ def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
         cursor.execute(sql, parameters)
         return cursor.rowcount
     except BaseException as error:  # noqa: BLE001 (it is raised again)
-        # What SQLAlchemy does about an error of a statement of its own: it has no public name.
+        # Wraps the error and invalidates a lost connection, as for SQLAlchemy's own statements. There is no public
+        # method; test_one_lost_connection_of_the_pool_stands_for_all finds out if this one changes.
         connection._handle_dbapi_exception(error, sql, parameters, cursor, None)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     finally:
         if cursor is not None:
@@ -312,7 +318,7 @@ class _ThreadedTransaction(EffectTransaction):
                 waits_for.append(cancelling)
             with suppress(asyncio.CancelledError):  # the first one is raised in the end
                 await asyncio.wait(waits_for, timeout=min(CANCEL_AGAIN_S, ends_at - loop.time()))
-        self.is_abandoned = bool(_not_done(running, cancelling))
+        self.is_abandoned |= bool(_not_done(running, cancelling))
         running.add_done_callback(_retrieve)
 
     def _connect(self) -> Connection:
@@ -328,12 +334,14 @@ class _ThreadedTransaction(EffectTransaction):
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         _check_not_over(is_over=self._is_over)
+        self._refuse_abandoned()
         return await self._in_thread(lambda: self._observing(lambda: function(self._connect(), *args, **kwargs)))
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         _check_not_over(is_over=self._is_over)
+        self._refuse_abandoned()
         return await self._in_thread(
             lambda: self._observing(lambda: function(self._session_in_transaction(), *args, **kwargs))
         )
@@ -353,6 +361,7 @@ class _ThreadedTransaction(EffectTransaction):
         return self._session
 
     async def flush(self) -> None:
+        self._refuse_abandoned()
         if self._observed is not None:
             await self._in_thread(self._end_session)
 
@@ -371,6 +380,11 @@ class _ThreadedTransaction(EffectTransaction):
             return
         self._thread.submit(self._discard).add_done_callback(_retrieve)
         if commit:
+            self._refuse_abandoned()
+
+    def _refuse_abandoned(self) -> None:
+        """Raise InvalidArgument if a statement did not end: others would wait for it."""
+        if self.is_abandoned:
             raise InvalidArgument(
                 "the handler caught the cancellation of a statement that did not end, so its transaction is rolled "
                 "back: let CancelledError and TimeoutError pass"
@@ -435,7 +449,8 @@ def database_of(engine: Engine | AsyncEngine | AsyncConnection) -> EffectDatabas
 
 
 _connections_of_effects = WeakSet[Connection]()
-"""Other connections of the user's engine keep the behaviour of their driver."""
+"""A savepoint begins a transaction in these only. Other connections of the user's engine keep the behaviour of their
+driver."""
 
 
 def _begin_before_savepoint(connection: Connection, _name: str) -> None:
@@ -448,8 +463,8 @@ def _begin_before_savepoint(connection: Connection, _name: str) -> None:
 def _end_cancelled_statement(context: ExceptionContext) -> None:
     """End a statement of aiosqlite that was cancelled, and its transaction, before SQLAlchemy closes the connection.
 
-    SQLite keeps a closed connection open, with its locks on the file, while a cursor is open. The traceback of the
-    cancellation holds the cursor, and so does SQLAlchemy's."""
+    SQLite keeps a closed connection and its locks while a cursor is open. The traceback of the cancellation and
+    SQLAlchemy's cursor both hold the driver's cursor."""
     error, connection = context.original_exception, context.connection
     if isinstance(error, Exception) or connection is None:
         return
@@ -459,16 +474,17 @@ def _end_cancelled_statement(context: ExceptionContext) -> None:
     async def end(driver: Any) -> None:
         steps = [] if cursor is None else [cursor.close()]
         ending = asyncio.gather(*steps, driver.rollback(), return_exceptions=True)
-        while not ending.done():
+        ends_at = asyncio.get_running_loop().time() + CANCEL_S
+        while not ending.done() and asyncio.get_running_loop().time() < ends_at:
             await driver.interrupt()
             await asyncio.wait([ending], timeout=CANCEL_AGAIN_S)
 
     def shielded(driver: Any) -> asyncio.Future[None]:
         return asyncio.shield(end(driver))
 
-    with suppress(Exception, asyncio.CancelledError):  # the connection is lost; it is cancelled again
+    with suppress(Exception, asyncio.CancelledError):  # SQLAlchemy closes the connection, and raises the first error
         adapted = cast("Any", connection.connection.dbapi_connection)
-        if hasattr(adapted, "run_async"):  # not of an Engine
+        if hasattr(adapted, "run_async"):  # connections of an Engine have none
             adapted.run_async(shielded)
 
 

@@ -166,7 +166,7 @@ class StreamPosition:
         """Move the position past these events, and return those that no redrive has applied. Return None if the
         position is already past one of them; then nothing is written."""
         row = self._row(token_of(events[0]), token_of(events[-1]))
-        if _CLAIM_WITHOUT_FAILED.execute(connection, row):
+        if _CLAIM_WITHOUT_FAILED.execute(connection, row) == 1:
             return events
         moved = connection.execute(_CLAIM, row).first()
         if moved is None:

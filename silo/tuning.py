@@ -18,8 +18,15 @@ MMAP_BYTES = 768 << 10
 beyond the noise; a threshold of 512 KiB did in one of two series."""
 TRIM_BYTES = 4 << 20
 """The free end of the heap goes back to the system when it is larger."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HEAPS = 2
+"""By default each thread may get a heap of its own, with free memory that the others do not use."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """From malloc.h."""
+
+
+def share_heaps() -> None:
+    """Let all threads share a few heaps. Call it before there are threads. Not for libraries."""
+    _set_malloc(M_ARENA_MAX, HEAPS)
 
 
 def tune_interpreter() -> None:
@@ -33,8 +40,12 @@ def tune_interpreter() -> None:
 
 def _fix_malloc_thresholds() -> None:
     """By default glibc raises its threshold for mmap to the largest block that was freed. Then freed batches of
-    megabytes stay in the heap between smaller blocks: 100 MB were measured. Without glibc, nothing is changed."""
+    megabytes stay in the heap between smaller blocks: 100 MB were measured."""
+    _set_malloc(M_MMAP_THRESHOLD, MMAP_BYTES)
+    _set_malloc(M_TRIM_THRESHOLD, TRIM_BYTES)
+
+
+def _set_malloc(setting: int, value: int) -> None:
+    """Without glibc, nothing is changed."""
     if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-        mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
+        ctypes.CDLL(None).mallopt(setting, value)

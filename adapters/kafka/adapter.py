@@ -101,7 +101,7 @@ class KafkaAdapter(QueueAdapter):
         self.location = options.location(topic, facts.topic_id)
         self.other_queues = (
             f"choose another topic than {topic!r} with the option topic, or delete it and {topic}.producers; if other "
-            "programs write it, set format = 'raw'"
+            "programs write to it, set format = 'raw'"
         )
         self._watch = TopicWatch(
             topic, facts, topics, limits, self._wake, queues=context.queues, is_shared=options.format == "raw"

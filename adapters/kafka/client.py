@@ -25,8 +25,8 @@ _client_log = logging.getLogger("headrace.adapters.kafka.client")
 
 MAX_RECORD_BYTES = 8 << 20
 """Largest record of a topic that the adapter creates, in bytes."""
-_LARGEST_SETTING = 500_000_000
-"""Twice this number is the largest `message.max.bytes` that librdkafka takes."""
+_LARGEST_RECORD_BYTES = 500_000_000
+"""Half of the largest `message.max.bytes` of librdkafka, because `producer` sets twice as much."""
 FETCH_BYTES = 1 << 20
 FETCHED_RECORDS = 5000
 """librdkafka fetches no more of a partition while it holds this many records. Each takes about 500 bytes besides its
@@ -97,7 +97,7 @@ class KafkaClients:
 
     def fit(self, largest: int) -> None:
         """Fit the clients that are made from now on to a topic whose records have at most `largest` bytes."""
-        self._largest = min(largest, _LARGEST_SETTING)
+        self._largest = min(largest, _LARGEST_RECORD_BYTES)
 
     def producer(self) -> Any:
         """Make a producer. Raises InvalidArgument for wrong settings."""

@@ -141,7 +141,7 @@ def check_topic(
         (
             options.format == "packed" and int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
             f"stores no records above {settings.get('max.message.bytes')} bytes",
-            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}; if other programs write it, format = 'raw'",
+            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}, or set format = 'raw' if others write to it",
         ),
         (
             keep and settings.get("retention.ms") != "-1",

@@ -18,8 +18,8 @@ from ..receiving import Bounds
 from .client import KafkaClients, answer_of
 from .limits import KafkaLimits
 
-_REACHED_S = 2.0
-"""How long a broker that can be reached needs for a list of its topics, at most."""
+_LIST_TOPICS_S = 2.0
+"""Time limit for a list of all topics. After it, no broker counts as reachable."""
 _NONE = -1
 """The offset of a time after the last record."""
 
@@ -82,11 +82,12 @@ class KafkaTopics:
                 if not _is_without_answer(asked):
                     return
                 try:
-                    await asyncio.to_thread(self._client.list_topics, timeout=_REACHED_S)
+                    await asyncio.to_thread(self._client.list_topics, timeout=_LIST_TOPICS_S)
                 except KafkaException:
                     raise error from None  # no broker can be reached
                 if loop.time() > deadline:
                     raise
+            await asyncio.sleep(0.05)
 
     async def create(self, topic: str, partitions: int, replication: int | None, settings: Mapping[str, str]) -> None:
         """Create a topic. It may exist already."""
@@ -137,8 +138,8 @@ class KafkaTopics:
         )
 
     async def _of_known(self, ask: Callable[[float], Future[Any]], doing: str, *, needs: str) -> Any:
-        """Return the answer of a request about a topic that exists. It is sent again while the broker that answers does
-        not know the topic yet. `ask` is called with the time for the answer, in seconds."""
+        """Return the answer to a request about a topic that exists. It is sent again while the broker that answers does
+        not know the topic yet. `ask` gets the time limit in seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.request_s
         while True:
@@ -167,8 +168,8 @@ class KafkaTopics:
         return found[partition] if found[partition] >= 0 else None
 
     async def _offsets(self, asked: Mapping[TopicPartition, OffsetSpec | None]) -> Mapping[int, int]:
-        """Ask the leaders. If one of them has just ended, the brokers choose another one after up to 9 s: so each
-        request has half of `request_s`, and all together have twice as long."""
+        """Return offsets by partition. To choose a new leader takes the brokers up to 9 s, so one request has half of
+        `request_s`, and all attempts have twice of it."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * self._limits.request_s
         while True:
@@ -213,6 +214,7 @@ _OLD_LEADER = (
     KafkaError.FENCED_LEADER_EPOCH,
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
 )
 
 
@@ -225,7 +227,7 @@ def _does_not_know(answer: Future[Any]) -> bool:
 
 def _is_without_answer(answer: Future[Any]) -> bool:
     error = answer.exception()
-    return isinstance(error, KafkaException) and error.args[0].code() < 0
+    return isinstance(error, KafkaException) and error.args[0].code() < 0 and not _does_not_know(answer)
 
 
 def _has_other_leader(answer: Any) -> bool:

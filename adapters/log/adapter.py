@@ -184,7 +184,7 @@ class LogAdapter(QueueAdapter):
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
         """See QueueAdapter. Deletes in short transactions, so that publishers can commit between them. Raises
-        CorruptRecord for a damaged queue when the others are done."""
+        CorruptRecord for the first damaged queue when the others are done."""
         await self._run(self._environment.forget_dead_readers)
         damage: CorruptRecord | None = None
         for queue in range(self._queues):
@@ -192,7 +192,7 @@ class LogAdapter(QueueAdapter):
                 while await self._run(lambda queue=queue: trim(self._environment, queue, watermarks.get(queue))):
                     pass
             except CorruptRecord as error:
-                damage = error
+                damage = damage or error
         self._expired_to = await self._run(lambda: expire_producers(self._environment, self._expired_to))
         if damage is not None:
             raise damage

@@ -11,19 +11,22 @@ from .transactions import LogSnapshot
 
 
 def backlog(snapshot: LogSnapshot, queue: int, offset: int, limits: LogLimits) -> Backlog:
-    """Count the retained batches from `offset` on. A damaged block counts as empty: its readers get the error."""
-    tail = snapshot.tail(queue)
-    oldest = snapshot.stored_first(queue)
-    if oldest is None or max(offset, oldest) >= tail.next:
+    """Count the retained batches from `offset` on. Damaged and missing blocks count as empty: their readers get the
+    error."""
+    tail, stored = snapshot.tail(queue), snapshot.stored_first(queue)
+    beginning = stored if tail.first is None else tail.first
+    if beginning is None or (start := max(offset, beginning)) >= tail.next:
         return Backlog(0, 0)
-    start = max(offset, oldest)
-    first = snapshot.block_holding(queue, start)
-    assert first is not None, "oldest is retained, and there are no holes above it"
+    if stored is None or stored >= tail.next:  # all blocks are missing
+        return Backlog(tail.next - start, 0)
+    counted_from = max(start, stored)
+    first = snapshot.block_holding(queue, counted_from)
+    assert first is not None, "the first stored block is there, and there are no holes above it"
     header = _header(snapshot, queue, first)
     since_us = None if header is None or header.skipped else header.time_us
-    events, counted_to = _counted(snapshot, queue, first, start, tail.next, blocks=limits.counted_blocks)
+    events, counted_to = _counted(snapshot, queue, first, counted_from, tail.next, blocks=limits.counted_blocks)
     left = tail.next - counted_to
-    events += _estimated(tail, oldest, left)
+    events += _estimated(tail, stored, left)
     return Backlog(tail.next - start, events, estimated=left > 0, since_us=since_us)
 
 

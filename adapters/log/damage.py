@@ -190,8 +190,11 @@ def _recount(changes: LogChanges, queue: int) -> None:
     for first, record in changes.blocks(queue, tail.next):
         with suppress(DamagedBlockError):
             end = first + check_block(record, BlockPlace(queue, first)).batches
-    first = changes.stored_first(queue)
-    corrected = tail._replace(next=end, events=events, nbytes=nbytes, first=end if first is None else first)
+    stored = changes.stored_first(queue)
+    first = end if stored is None else stored
+    if tail.first is not None:  # blocks may be missing that were there when the damage was looked for
+        first = min(tail.first, first)
+    corrected = tail._replace(next=end, events=events, nbytes=nbytes, first=first)
     if corrected != tail:
         changes.put_tail(queue, corrected)
 

@@ -83,7 +83,8 @@ class _OldestBlock(NamedTuple):
 
 
 def _oldest(snapshot: LogSnapshot, queue: int) -> _OldestBlock | None:
-    """Return the oldest block. If its header is damaged, it has time 0, so that it does not stop retention for ever."""
+    """Return the oldest block. If its header is damaged, it has time 0, so that it does not stop retention for ever.
+    Raises CorruptRecord if blocks before it are missing."""
     first = snapshot.first(queue)
     if first is None:
         return None

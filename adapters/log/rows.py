@@ -45,8 +45,8 @@ class TailRow(NamedTuple):
     acknowledged: int = 0
     """Every batch below this offset is finished."""
     first: int | None = 0
-    """Offset of the oldest retained batch; `next` if there is none. None: not known, because 0.1 made the log and
-    retention has deleted nothing since."""
+    """Offset of the oldest retained batch; `next` if there is none. None: unknown, because 0.1 made the log, and
+    neither retention nor a repair has set it since."""
 
     def pack(self) -> bytes:
         return _TAIL.pack(*self[:-1], _UNKNOWN if self.first is None else self.first)

@@ -105,7 +105,9 @@ class LogScan:
                 raise InvalidArgument(f"queue {queue} ends at offset {queue_end}: it cannot be read to {end}")
             first = snapshot.block_holding(queue, start)
             if first is None:
-                raise OffsetsGone(queue, start, _tail(snapshot, queue).first)
+                if start >= (beginning := snapshot.beginning(queue)):
+                    snapshot.first(queue)  # raises CorruptRecord: the block is missing
+                raise OffsetsGone(queue, start, beginning)
             return self._checked(snapshot, queue, start, end, first)
 
     def _checked(self, snapshot: LogSnapshot, queue: int, start: int, end: int, first: int) -> StoredBlocks:

@@ -20,6 +20,6 @@ def offset_at(snapshot: LogSnapshot, queue: int, time_us: int) -> int:
             low = snapshot.block_after(queue, first)
         else:
             high = first
-    if low is None or low == oldest:  # blocks before it may be missing
+    if low is None or low == oldest:  # it is the first stored block, so earlier ones may be missing
         return beginning
     return low

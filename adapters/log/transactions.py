@@ -62,8 +62,8 @@ class LogSnapshot:
         return first
 
     def beginning(self, queue: int) -> int:
-        """Return the offset of the oldest batch that must be there; the queue's end if there is none. To read it finds
-        out if it is missing.
+        """Return the offset of the oldest batch that must be there; the queue's end if there is none. Its block may
+        be missing: then reading it raises CorruptRecord.
 
         Raises CorruptRecord if all blocks are behind the queue's end: a power failure may cause this with durability
         `relaxed`.

@@ -15,6 +15,7 @@ from sqlalchemy.exc import PendingRollbackError
 
 from headrace import Effects, Event, InvalidArgument, Transaction, Unavailable
 from headrace.agents.effects_service import PositionedFailures
+from headrace.effects import StreamState
 from headrace.effects.administration import engine_of, opened
 from headrace.effects.database import database_of
 from headrace.effects.schema import metadata, migrate
@@ -182,9 +183,9 @@ async def test_a_handler_that_goes_on_after_a_cancelled_statement_commits_nothin
         assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "psycopg"])
+@pytest.mark.parametrize(("kind", "stateful", "goes_on"), [("sqlite", True, False), ("psycopg", False, True)])
 async def test_an_event_whose_statement_does_not_end_is_not_handled(
-    kind: str, tmp_path: Path, schema_url: Callable[[], str]
+    kind: str, tmp_path: Path, schema_url: Callable[[], str], *, stateful: bool, goes_on: bool
 ):
     """The handler caught the cancellation, and the event counted as handled without its effects."""
     ended = threading.Event()
@@ -195,8 +196,10 @@ async def test_an_event_whose_statement_does_not_end_is_not_handled(
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await tx.run(lambda _: ended.wait(30))
+            if goes_on:
+                await write_down(event, tx)
 
-        effects, _ = in_scope(database, catch)
+        effects, _ = in_scope(database, catch, state=StreamState() if stateful else None)
         with pytest.raises(InvalidArgument, match="caught the cancellation of a statement that did not end"):
             await effects.call(event_at(5))
         ended.set()

@@ -119,7 +119,7 @@ async def test_a_connection_that_was_lost_is_opened_again(kind: str, schema_url:
 async def test_a_position_that_waits_for_a_lock_is_given_up(
     kind: str, schema_url: Callable[[], str], *, cancelled: bool
 ):
-    """Its statement goes to the driver without SQLAlchemy's care for errors."""
+    """The statement bypasses SQLAlchemy's execution, so its errors must be passed to SQLAlchemy."""
     async with user_database(kind, "", schema_url, pool_size=1, max_overflow=0) as database:
         waiting = (
             "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%INTO headrace_position%'"

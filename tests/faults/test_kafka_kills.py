@@ -108,9 +108,10 @@ async def test_queues_can_be_opened_right_after_a_broker_was_killed(tmp_path: Pa
             await provider.publish(StreamId("s", payload.decode()), payload)
 
     await publish(b"before")
-    killed = brokers.brokers[0]
-    await asyncio.to_thread(killed.kill)
-    try:
-        await publish(b"after")
-    finally:
-        await asyncio.to_thread(killed.start)
+    for killed in brokers.brokers:  # one of them controls the others
+        await asyncio.to_thread(killed.kill)
+        try:
+            await publish(b"after")
+        finally:
+            await asyncio.to_thread(killed.start)
+            await until_all_brokers_are_back(brokers)

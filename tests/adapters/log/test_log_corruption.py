@@ -1,5 +1,6 @@
 """Damaged records: noticed, named, and no obstacle to the rest."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from headrace import CorruptRecord, DataDirectoryError, EventBatch, StreamId
 from headrace.adapters import Bounds
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log.rows import TailRow
+from headrace.adapters.log.scan import LogScan
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "corruption")
@@ -119,6 +121,16 @@ async def test_blocks_that_are_missing_at_the_beginning_are_damage(open_log: Ope
     with pytest.raises(CorruptRecord, match="its oldest blocks are missing") as caught:
         await (await adapter.open_receiver(0, 0)).receive(1, 1)
     assert (caught.value.offset, caught.value.next_offset) == (0, hidden)
+    backlog = await adapter.backlog(0, 0)
+    assert (backlog.batches, backlog.events) == (5, 5 - hidden)
+
+    def scan() -> None:
+        with LogScan(tmp_path) as opened:
+            assert [tail.first for tail in opened.tails()] == [0, 0]
+            with pytest.raises(CorruptRecord, match="its oldest blocks are missing"):
+                list(opened.blocks(0, 0, 5))
+
+    await asyncio.to_thread(scan)
     if hidden < 5:  # subscriptions that are past the damage go on
         assert len((await (await adapter.open_receiver(0, 4)).receive(1, 1)).batches) == 1
     with pytest.raises(CorruptRecord, match="its oldest blocks are missing"):
