@@ -44,13 +44,13 @@ def log_of(data: Path) -> Path:
 
 
 def rewrite_tail(data: Path, position: int, value: int) -> None:
-    """Change a number of the only queue's state: next offset, events, bytes, time, acknowledged."""
+    """Change a number of the only queue's state: next offset, events, bytes, time, acknowledged, first offset."""
     with lmdb.open(str(log_of(data)), max_dbs=10, map_size=1 << 30) as environment:
         state = environment.open_db(b"state")
         with environment.begin(write=True, db=state) as txn:
-            numbers = list(struct.unpack("<QQQQQ", txn.get(bytes(4), b"")))
+            numbers = list(struct.unpack("<QQQQQQ", txn.get(bytes(4), b"")))
             numbers[position] = value
-            txn.put(bytes(4), struct.pack("<QQQQQ", *numbers))
+            txn.put(bytes(4), struct.pack("<QQQQQQ", *numbers))
 
 
 def lose_everything(data: Path) -> None:
@@ -271,6 +271,7 @@ async def test_a_queue_with_all_records_behind_its_end_is_repaired(tmp_path: Pat
     for offset in gone:
         await asyncio.to_thread(remove, tmp_path, offset)
     await asyncio.to_thread(rewrite_tail, tmp_path, 0, end)
+    await asyncio.to_thread(rewrite_tail, tmp_path, 5, len(gone))  # as retention does
     async with Provider.open(tmp_path) as provider:
         with pytest.raises(CorruptRecord, match=r"headrace repair queue --data .* --provider default 0`"):
             await provider.adapter.bounds(0)
