@@ -307,18 +307,17 @@ class _ThreadedTransaction(EffectTransaction):
 
     async def _cancel(self, running: asyncio.Future[Any]) -> None:
         connection = None if self._is_over else self._opened  # a commit is not cancelled: it would be in doubt
-        cancelling: asyncio.Future[None] | None = None
+        canceller = None if connection is None else StatementThread("headrace effects cancel")
+        steps = [running]
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + CANCEL_S
-        while (waits_for := _not_done(running, cancelling)) and loop.time() < ends_at:
-            if connection is not None and waits_for == [running]:
-                thread = StatementThread("headrace effects cancel")
-                cancelling = thread.submit(partial(cancel_statement, connection))
-                cancelling.add_done_callback(_retrieve)
-                waits_for.append(cancelling)
+        while not all(step.done() for step in steps) and loop.time() < ends_at:
+            if canceller is not None and connection is not None and all(step.done() for step in steps[1:]):
+                steps = [running, canceller.submit(partial(cancel_statement, connection))]
+                steps[1].add_done_callback(_retrieve)
             with suppress(asyncio.CancelledError):  # the first one is raised in the end
-                await asyncio.wait(waits_for, timeout=min(CANCEL_AGAIN_S, ends_at - loop.time()))
-        self.is_abandoned |= bool(_not_done(running, cancelling))
+                await asyncio.wait(steps, timeout=min(CANCEL_AGAIN_S, ends_at - loop.time()))
+        self.is_abandoned |= not all(step.done() for step in steps)
         running.add_done_callback(_retrieve)
 
     def _connect(self) -> Connection:
@@ -416,10 +415,6 @@ class _ThreadedTransaction(EffectTransaction):
         raise _only_async("session")
 
 
-def _not_done(*futures: asyncio.Future[Any] | None) -> list[asyncio.Future[Any]]:
-    return [future for future in futures if future is not None and not future.done()]
-
-
 def _retrieve(future: asyncio.Future[Any]) -> None:
     """Ask for the error: asyncio warns of those that are never asked for."""
     if not future.cancelled():
@@ -468,7 +463,6 @@ def _end_cancelled_statement(context: ExceptionContext) -> None:
     error, connection = context.original_exception, context.connection
     if isinstance(error, Exception) or connection is None:
         return
-    clear_frames(error.__traceback__)
     cursor = getattr(getattr(context.execution_context, "cursor", None), "_cursor", None)
 
     async def end(driver: Any) -> None:
@@ -485,6 +479,7 @@ def _end_cancelled_statement(context: ExceptionContext) -> None:
     with suppress(Exception, asyncio.CancelledError):  # SQLAlchemy closes the connection, and raises the first error
         adapted = cast("Any", connection.connection.dbapi_connection)
         if hasattr(adapted, "run_async"):  # connections of an Engine have none
+            clear_frames(error.__traceback__)
             adapted.run_async(shielded)
 
 

@@ -9,8 +9,8 @@ class KafkaLimits(NamedTuple):
     """Sizes and times. Tests choose smaller ones."""
 
     request_s: float = 10.0
-    """How long a request of an administrative client may take, in seconds. Those that a broker that has just ended may
-    hold up have half of it, and are repeated for twice of it."""
+    """How long a request of an administrative client may take, in seconds. Requests that the end of a broker may hold
+    up get half of it, and are repeated for twice of it."""
     unknown_s: float = 2.0
     """A topic counts as deleted when the brokers have not known it for this long."""
     watch_s: float = 1.0

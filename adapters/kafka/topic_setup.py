@@ -32,9 +32,10 @@ async def open_topic(
     `topic_id` is its id of the last time, "" if it was not used before. `given_age_s` is `retain_age_s` as this process
     gives it. Raises InvalidArgument, NotFound and StorageError as `open_adapter`.
     """
-    await topics.wait_for_controller(topic)
-    describe = topics.describe_known if context.location else topics.describe
-    if await describe(topic) is None:
+    found = await topics.describe_first(topic)
+    if found is None and context.location:
+        found = await topics.describe_known(topic)
+    if found is None:
         if context.location:
             raise NotFound(
                 f"provider {context.provider!r}: there is no topic {topic!r} at {options.bootstrap}: check bootstrap; "

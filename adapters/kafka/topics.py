@@ -43,17 +43,25 @@ class KafkaTopics:
     async def describe(self, topic: str, timeout_s: float | None = None) -> TopicFacts | None:
         """Return the facts about a topic, or None if there is none of this name. `timeout_s`: how long the brokers have
         to answer; None: as long as for every request."""
-        timeout_s = timeout_s or self._limits.request_s
-        asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=timeout_s)
-        try:
-            found = await answer_of(asked[topic], self._clients, f"topic {topic!r} cannot be described")
-        except StorageError:
-            if _does_not_know(asked[topic]):
-                return None
-            raise
-        return TopicFacts(
-            str(found.topic_id), len(found.partitions), max(len(each.replicas) for each in found.partitions)
-        )
+        return await self._facts(topic, self._asked(topic, timeout_s or self._limits.request_s))
+
+    async def describe_first(self, topic: str) -> TopicFacts | None:
+        """As `describe`, for the first request. If the broker that controls the others has just ended, they choose
+        another one, and the client learns of it only by a list of all topics."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * self._limits.request_s
+        while True:
+            asked = self._asked(topic, self._limits.request_s / 2)
+            try:
+                return await self._facts(topic, asked)
+            except StorageError as error:
+                if not _is_without_answer(asked) or loop.time() > deadline:
+                    raise
+                try:
+                    await asyncio.to_thread(self._client.list_topics, timeout=_LIST_TOPICS_S)
+                except KafkaException:
+                    raise error from None  # no broker can be reached
+            await asyncio.sleep(0.05)
 
     async def describe_known(self, topic: str, timeout_s: float | None = None) -> TopicFacts | None:
         """As `describe`, for a topic that existed: a broker that is behind the others is asked again, for `unknown_s`,
@@ -66,28 +74,20 @@ class KafkaTopics:
                 return facts
             await asyncio.sleep(0.05)
 
-    async def wait_for_controller(self, topic: str) -> None:
-        """Wait until the brokers answer requests about topics. If the one that controls the others has just ended, they
-        choose another one, and the client learns of it only by a list of all topics."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + 2 * self._limits.request_s
-        while True:
-            asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=self._limits.request_s / 2)[
-                topic
-            ]
-            try:
-                await answer_of(asked, self._clients, f"topic {topic!r} cannot be described")
-                return
-            except StorageError as error:
-                if not _is_without_answer(asked):
-                    return
-                try:
-                    await asyncio.to_thread(self._client.list_topics, timeout=_LIST_TOPICS_S)
-                except KafkaException:
-                    raise error from None  # no broker can be reached
-                if loop.time() > deadline:
-                    raise
-            await asyncio.sleep(0.05)
+    def _asked(self, topic: str, timeout_s: float) -> Future[Any]:
+        (asked,) = self._client.describe_topics(TopicCollection([topic]), request_timeout=timeout_s).values()
+        return asked
+
+    async def _facts(self, topic: str, asked: Future[Any]) -> TopicFacts | None:
+        try:
+            found = await answer_of(asked, self._clients, f"topic {topic!r} cannot be described")
+        except StorageError:
+            if _does_not_know(asked):
+                return None
+            raise
+        return TopicFacts(
+            str(found.topic_id), len(found.partitions), max(len(each.replicas) for each in found.partitions)
+        )
 
     async def create(self, topic: str, partitions: int, replication: int | None, settings: Mapping[str, str]) -> None:
         """Create a topic. It may exist already."""
@@ -121,7 +121,7 @@ class KafkaTopics:
         """Return the settings of a topic that exists."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)  # pyright: ignore[reportUnknownMemberType]
         found = await self._of_known(
-            lambda timeout_s: self._client.describe_configs([resource], request_timeout=timeout_s)[resource],
+            lambda: self._client.describe_configs([resource], request_timeout=self._limits.request_s)[resource],
             f"the settings of topic {topic!r} cannot be read",
             needs="DescribeConfigs",
         )
@@ -131,19 +131,20 @@ class KafkaTopics:
         """Change a setting of a topic that exists."""
         entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])  # pyright: ignore[reportUnknownMemberType]
+        request_s = self._limits.request_s
         await self._of_known(
-            lambda timeout_s: self._client.incremental_alter_configs([resource], request_timeout=timeout_s)[resource],
+            lambda: self._client.incremental_alter_configs([resource], request_timeout=request_s)[resource],
             f"{name} of topic {topic!r} cannot be set",
             needs="AlterConfigs",
         )
 
-    async def _of_known(self, ask: Callable[[float], Future[Any]], doing: str, *, needs: str) -> Any:
+    async def _of_known(self, ask: Callable[[], Future[Any]], doing: str, *, needs: str) -> Any:
         """Return the answer to a request about a topic that exists. It is sent again while the broker that answers does
-        not know the topic yet. `ask` gets the time limit in seconds."""
+        not know the topic yet."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.request_s
         while True:
-            asked = ask(self._limits.request_s)
+            asked = ask()
             try:
                 return await answer_of(asked, self._clients, doing, needs=needs)
             except StorageError:

@@ -20,6 +20,8 @@ _CALLS = (
     "sync_file_range,sync,syncfs,mmap,dup,dup2,dup3,sendfile,copy_file_range,io_uring_setup"
 )
 _LINE = re.compile(rb"(\d+) +(\w+)\((.*)\) += +(-?\d+|0x[0-9a-f]+)(?:<.*>)?(?: .*)?$", re.DOTALL)
+_CUT_SHORT = re.compile(rb"(\d+) +(pwrite64)\((.*, (\d+), \d+)\) += \?$", re.DOTALL)
+"""The process was killed during this call. The kernel finishes it nevertheless: the next process finds the data."""
 _BEGUN = re.compile(rb"(\d+) +(\w+)\((.*) <unfinished \.\.\.>$", re.DOTALL)
 _RESUMED = re.compile(rb"(\d+) +<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
 _STRING = re.compile(rb'"((?:\\x[0-9a-f]{2})*)"')
@@ -102,8 +104,7 @@ class _Reader:
                 yield from (step._replace(ends=False) for step in steps)
             elif resumed := _RESUMED.match(line):
                 yield from (step._replace(begins=False) for step in open_calls.pop(int(resumed[1]), ()))
-            elif whole := _LINE.match(line):
-                call = _Call(int(whole[1]), whole[2].decode(), whole[3], int(whole[4], 0))
+            elif call := _whole(line):
                 yield from self._steps(call)
 
     def _steps(self, call: _Call) -> Iterator[Step]:
@@ -278,7 +279,12 @@ def _results(lines: Sequence[bytes]) -> dict[int, _Call]:
             begun[int(match[1])] = number, match[2], match[3]
         elif match := _RESUMED.match(line):
             first, name, arguments = begun.pop(int(match[1]))
-            whole = _LINE.match(match[1] + b" " + name + b"(" + arguments + match[3])
-            if whole is not None:  # a call that the end of the process cut short has no result
-                found[first] = _Call(int(whole[1]), name.decode(), whole[3], int(whole[4], 0))
+            whole = _whole(match[1] + b" " + name + b"(" + arguments + match[3])
+            if whole is not None:  # other calls that the end of the process cut short have no result
+                found[first] = whole
     return found
+
+
+def _whole(line: bytes) -> _Call | None:
+    match = _LINE.match(line) or _CUT_SHORT.match(line)
+    return None if match is None else _Call(int(match[1]), match[2].decode(), match[3], int(match[4], 0))

@@ -75,6 +75,15 @@ def test_a_recording_repeats_the_writes_of_a_process(steps: list[Step], tmp_path
     assert [step.data for step in steps if step.kind == "note"] == [b"synced\n"]
 
 
+def test_a_write_that_a_kill_cut_short_is_recorded(tmp_path: Path) -> None:
+    """Without it, an image had two meta pages of LMDB that do not follow each other."""
+    name = "".join(f"\\x{byte:02x}" for byte in bytes(tmp_path / "root" / "file"))
+    opened = f'7 openat(AT_FDCWD, "{name}", O_RDWR) = 3<{name}>'
+    (tmp_path / "trace").write_text(f'{opened}\n7 pwrite64(3<{name}>, "\\x61\\x62", 2, 4) = ?\n')
+    (step,) = steps_of([tmp_path / "trace"], tmp_path / "root", tmp_path / "journal")
+    assert (step.kind, step.path, step.data, step.offset) == ("write", "file", b"ab", 4)
+
+
 def test_without_a_sync_of_its_directory_a_file_may_be_gone(steps: list[Step], tmp_path: Path) -> None:
     assert image(at_the_end(steps), tmp_path / "image", Kept(0, 0)) == {}
 
