@@ -170,6 +170,8 @@ $(STAMPS)/wheel: $(DIST)/built
 
 $(STAMPS)/test: $(STAMPS)/wheel
 	$(call install,"$$(echo $(DIST)/*.whl)[test$(comma)bench]")
+	# Each new environment may build Spark again: without this, uv's cache grows by a gigabyte each time.
+	$(BIN)/uv --quiet cache prune || true
 	touch $@
 
 # Once for a new environment: else each process of pytest compiles all tests, and the packages that they import.

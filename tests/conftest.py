@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Generator, Iterator
 from functools import cache
 from pathlib import Path
+from shutil import disk_usage
+from tempfile import gettempdir
 
 import pytest
 import pytest_asyncio
@@ -110,6 +112,8 @@ LONGEST = (
 )
 """The files that take longest, and folders of one process, in this order. At the end of the run one process would run
 such a file while the others have nothing to do. `test_code_layout.py` checks that they are there."""
+LEAST_FREE = 4 << 30
+"""Bytes: the tests use up to 3 GiB at once."""
 FOLDERS_OF_ONE_PROCESS = ("tests/spark", "tests/adapters/kafka")
 """Their tests share a JVM: Spark, and Kafka's broker."""
 
@@ -145,6 +149,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse to start on a full disk: servers end there, and mapped files end the process of the tests."""
+    folder = gettempdir()
+    free = disk_usage(folder).free
+    if free < LEAST_FREE:
+        pytest.exit(f"{folder} has {free >> 20} MiB free, and the tests need {LEAST_FREE >> 20}: remove files", 2)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
