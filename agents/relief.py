@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..streams.identity import SequenceToken
@@ -15,9 +16,21 @@ from .cursor import CursorState, StreamCursor
 from .delivery.delivery import Delivery
 from .feed import CatchUp, Feed
 
+PATIENCE = 8
+"""A cursor that does not move is detached after so many times `detach_after_s`, however slow the others are."""
 CATCH_UP_TURN_S = 1.0
 """A catch-up whose handlers are slow makes way for another after this time, in seconds. A catch-up of remote consumers
 makes way at once, because their batches can be read again."""
+
+
+class _Seen(NamedTuple):
+    """A cursor in the oldest bucket of a full cache, when it was first seen at its position."""
+
+    token: SequenceToken
+    since: float
+    """Loop time."""
+    turns: int
+    """Turns of all cursors of its delivery until then."""
 
 
 class CacheRelief:
@@ -38,9 +51,8 @@ class CacheRelief:
         self._rewindable = rewindable
         self._detach_after_s = detach_after_s
         self._max_bytes = max_bytes
-        self._seen: WeakKeyDictionary[Feed, dict[StreamCursor, tuple[SequenceToken, float]]] = WeakKeyDictionary()
-        """The cursors in the oldest bucket of a full cache, with their positions, and the loop times since which they
-        are there."""
+        self._seen: WeakKeyDictionary[Feed, dict[StreamCursor, _Seen]] = WeakKeyDictionary()
+        """The cursors in the oldest bucket of a full cache."""
         self._unseen: dict[Delivery, tuple[int, float]] = {}
         """Deliveries that have not looked at all of the main feed's oldest bucket, while its cache is full: the offset
         of the first batch that they have not looked at, and the loop time since which it is the same."""
@@ -63,7 +75,7 @@ class CacheRelief:
         detachable = [d for d in self._deliveries.values() if self.is_detachable(d)]
         there = [(d, d.progress.cursors.get(stream)) for d in detachable for stream in streams]
         pinning = [(d, cursor) for d, cursor in there if cursor is not None and cursor.bucket is oldest]
-        stuck = self._stuck(feed, (cursor for _, cursor in pinning))
+        stuck = self._stuck(feed, pinning)
         for delivery, cursor in pinning:
             size = delivery.held(cursor)
             fits = not held or held + size <= self._max_bytes  # the first batch always fits, however large it is
@@ -126,14 +138,24 @@ class CacheRelief:
         apart = [(d, c) for d in self._deliveries.values() for c in d.progress.cursors.values() if c.entry is None]
         return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
-    def _stuck(self, feed: Feed, cursors: Iterable[StreamCursor]) -> set[StreamCursor]:
-        """Return those of the cursors that have not moved for `detach_after_s` seconds."""
+    def _stuck(self, feed: Feed, pinning: Iterable[tuple[Delivery, StreamCursor]]) -> set[StreamCursor]:
+        """Return those of the cursors that make no progress. Each cursor that is ready or running has its turn within
+        as many turns as there are such cursors: if all are slow because the processor is busy, none is stuck."""
         now, before = asyncio.get_running_loop().time(), self._seen.get(feed, {})
-        seen = self._seen[feed] = {cursor: (cursor.token, now) for cursor in cursors}
-        for cursor, (token, _) in list(seen.items()):
-            if cursor in before and before[cursor][0] == token:
-                seen[cursor] = before[cursor]
-        return {cursor for cursor, (_, since) in seen.items() if now - since >= self._detach_after_s}
+        seen = self._seen[feed] = {}
+        stuck: set[StreamCursor] = set()
+        for delivery, cursor in pinning:
+            turns = delivery.counts.delivered_batches + delivery.counts.retries
+            at = before.get(cursor)
+            if at is None or at.token != cursor.token:
+                at = _Seen(cursor.token, now, turns)
+            seen[cursor] = at
+            passed_s, passed = now - at.since, turns - at.turns
+            its_turn = delivery.progress.states.running + len(delivery.progress.ready)
+            goes_on = cursor.state is not CursorState.WAITING and 0 < passed < 2 * its_turn
+            if passed_s >= self._detach_after_s * (PATIENCE if goes_on else 1):
+                stuck.add(cursor)
+        return stuck
 
 
 def _is_starved(delivery: Delivery) -> bool:

@@ -21,15 +21,20 @@ def sections(scale: float) -> list[Section]:
         return {peer.name: partial(getattr(peer, measure), **args) for peer in ALL}
 
     ours, copied, pgmq, redis = (peer.name for peer in ALL)
+    asyncio_client = PEERS["redis-asyncio"]
     return [
         Section(
             name="postgres",
             title="Queues in PostgreSQL: durable publish, 100 B, batches of 1000",
-            cases=cases("publish", events=n(300_000), size=100, batch=1000),
+            cases={
+                **cases("publish", events=n(300_000), size=100, batch=1000),
+                asyncio_client.name: partial(asyncio_client.publish, events=n(300_000), size=100, batch=1000),
+            },
             targets=(
                 Target(what="≥ 1.8 × COPY of rows", case=ours, to=copied, bound=1.8),
                 Target(what="≥ 12 × pgmq's statements", case=ours, to=pgmq, bound=12),
                 Target(what="≥ 10 × Redis Streams", case=ours, to=redis, bound=10),
+                Target(what="≥ 10 × Redis Streams, asyncio client", case=ours, to=asyncio_client.name, bound=10),
                 Target(what="≤ 1 CPU s per million", case=ours, to=None, bound=1, metric=cpu, at_most=True),
             ),
         ),

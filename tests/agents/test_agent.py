@@ -264,6 +264,42 @@ async def test_a_slow_consumer_is_detached_as_soon_as_others_have_nothing_to_do(
 
 
 @virtual_time
+async def test_streams_that_wait_for_their_turn_are_not_detached() -> None:
+    """All handlers are slow, as when the processor is busy: reading the queue again would make it worse."""
+
+    async def crawl(event: Event) -> None:
+        await asyncio.sleep(0.1)
+        crawled.append(event.payload.decode())
+
+    crawled: list[str] = []
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(400, keys=[f"k{number}" for number in range(16)])
+        slow = bench.attach("slow", crawl, concurrency=1)
+        await bench.caught_up(slow, limit_s=400)
+        assert bench.shelf.opened == 1
+    assert slow.counts.detached == 0
+    assert sorted(map(int, crawled)) == list(range(400))
+
+
+@virtual_time
+async def test_a_stuck_stream_is_detached_while_slow_ones_go_on() -> None:
+    async def crawl(event: Event) -> None:
+        await (gate.wait() if event.payload == b"5" else asyncio.sleep(0.1))
+        crawled.append(event.payload.decode())
+
+    crawled: list[str] = []
+    gate = asyncio.Event()
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(400, keys=[f"k{number}" for number in range(16)])
+        slow = bench.attach("slow", crawl, concurrency=4)
+        await until(lambda: len(crawled) == 375, limit_s=400)
+        assert slow.counts.detached == 1
+        gate.set()
+        await bench.caught_up(slow, limit_s=400)
+    assert sorted(map(int, crawled)) == list(range(400))
+
+
+@virtual_time
 async def test_a_throttling_consumer_sets_the_pace_within_the_cache() -> None:
     stuck, other = Recorder(), Recorder()
     gate = stuck.hold("5")
