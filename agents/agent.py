@@ -28,7 +28,7 @@ from .catch_up_runner import FIRST_BACKOFF_S, MAX_BACKOFF_S, CatchUpRunner
 from .counts import ReceivedCounts
 from .cursor import StreamCursor
 from .delivery.delivery import Delivery, DeliveryStatistics
-from .feed import Feed
+from .feed import Feed, MainFeed
 from .relief import CacheRelief
 
 log = logging.getLogger("headrace.agents")
@@ -88,6 +88,8 @@ class PullingAgent:
         )  # fmt: skip
         self._placing = False
         self._restarting = False
+        self._skips_behind = False
+        """Whether the main feed starts at the position the next time, although streams are behind."""
         self._closed = False
         self._fault = ""
 
@@ -173,16 +175,20 @@ class PullingAgent:
 
     async def _read(self) -> None:
         """Open the main feed and run it until it ends."""
-        start = self._start() if self._rewindable else None
-        receiver = await self._adapter.open_receiver(self.queue, start)
+        position, start = self._start(0), self._start(0 if self._skips_behind else self._limits.max_events)
+        receiver = await self._adapter.open_receiver(self.queue, start if self._rewindable else None)
         try:
             cache = self._limits.main(rewindable=self._rewindable)
             bounds = await self._adapter.bounds(self.queue)
-            cache.next_offset = start if start is not None else bounds.first
-            self.main = Feed(self, receiver, cache, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
+            cache.next_offset = start if self._rewindable else bounds.first
+            self.main = MainFeed(
+                self, receiver, cache,
+                check_s=min(PRESSURE_CHECK_S, self._detach_after_s),
+                position=position, most_again=self._limits.max_bytes,
+            )  # fmt: skip
             self.main.end = bounds.next
             receiver.offer_to(self.main.accept)
-            self._restarting, self._fault = False, ""
+            self._restarting, self._skips_behind, self._fault = False, False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)
             self.catch_ups.rejoin(self.main)
@@ -200,9 +206,13 @@ class PullingAgent:
             await receiver.aclose()
             self._leave_main()
 
+    def start_at_position(self) -> None:
+        """See MainFeedOwner."""
+        self._skips_behind = True
+        self._reopen()
+
     def _reopen(self) -> None:
-        """End the main feed of a queue that cannot rewind, so that the queue is opened again at its first unfinished
-        batch."""
+        """End the main feed, so that the queue is opened again: at its first unfinished batch if it cannot rewind."""
         assert self.main is not None
         self._restarting = True
         self.main.finish()
@@ -220,12 +230,14 @@ class PullingAgent:
             delivery.leave(main)
         main.cache.close()
 
-    def _start(self) -> int:
-        """Return the offset at which the main feed starts: the furthest position of all deliveries, because the others
-        catch up without holding it up. It is never past the watermark of a delivery whose cursors may not leave the
-        cache."""
+    def _start(self, within: int) -> int:
+        """Return the offset at which the main feed starts: that of the furthest delivery, because the others catch up
+        without holding it up. It is never past the watermark of a delivery whose cursors may not leave the cache.
+
+        Streams up to `within` offsets behind the position of their delivery go on in the main feed: after a restart
+        inside a backlog, that is most of them, and a main feed at the position would run away from them."""
         throttled = [d.progress.watermark for d in self.deliveries.values() if not self._relief.is_detachable(d)]
-        return min([max((d.progress.base for d in self.deliveries.values()), default=0), *throttled])
+        return min([max((d.progress.resumes_at(within) for d in self.deliveries.values()), default=0), *throttled])
 
     # ---- which feed serves a delivery ------------------------------------------------------------------------------
 

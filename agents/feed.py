@@ -59,6 +59,14 @@ class FeedOwner(Protocol):
         ...
 
 
+class MainFeedOwner(FeedOwner, Protocol):
+    """The agent, as its main feed sees it."""
+
+    def start_at_position(self) -> None:
+        """End the main feed, and start it again at the position of the deliveries."""
+        ...
+
+
 class Feed:
     """Reads one queue into one cache, for some deliveries."""
 
@@ -261,6 +269,37 @@ class Feed:
 
     def all_seen(self) -> None:
         """A delivery has looked at all batches in the cache."""
+
+
+class MainFeed(Feed):
+    """The feed that all deliveries of a queue share.
+
+    It may start below the position of its deliveries, to read again what their streams need. If that is too much, its
+    owner starts it at the position.
+    """
+
+    def __init__(
+        self,
+        owner: MainFeedOwner,
+        receiver: QueueReceiver,
+        cache: QueueCache,
+        *,
+        check_s: float,
+        position: int,
+        most_again: int,
+    ) -> None:
+        """`most_again` bytes may be read below `position`."""
+        super().__init__(owner, receiver, cache, check_s=check_s)
+        self._owner = owner
+        self._position = position
+        self._left_bytes = most_again
+
+    async def _take(self, received: Received) -> None:
+        if received.next_offset <= self._position:
+            self._left_bytes -= sum(len(batch.encoded) for batch in received.batches)
+        await super()._take(received)
+        if self._left_bytes < 0 and self.cache.next_offset < self._position:
+            self._owner.start_at_position()
 
 
 class CatchUp(Feed):

@@ -67,6 +67,12 @@ class DeliveryProgress(OfferedStreams):
         """The lowest offset from which a feed has to read for this delivery."""
         return min([self.base, *(c.token.offset for c in self._cursors.values() if c.batch is None)])
 
+    def resumes_at(self, within: int) -> int:
+        """The lowest offset from which a stream goes on, at most the position. Streams that are more than `within`
+        offsets behind it do not count."""
+        needed = (self.needed(c).offset for c in self._cursors.values() if c.state is not CursorState.PAUSED)
+        return min([self.base, *(offset for offset in needed if offset >= self.base - within)])
+
     def without_feed(self) -> list[StreamCursor]:
         """Return the parked cursors whose next batch no feed will bring."""
         return [c for c in self._cursors.values() if c.state is PARKED and c.feed is None]

@@ -403,6 +403,37 @@ async def test_a_lonely_slow_stream_does_not_read_the_queue_over_and_over() -> N
     assert len(crawled) == 1040
 
 
+@virtual_time
+async def test_streams_go_on_in_the_main_feed_after_a_restart_inside_a_backlog() -> None:
+    """With catch-ups beside it, the main feed would run away from them to the queue's end."""
+    recorder = Recorder()
+    keys = [f"k{number}" for number in range(20)]
+    behind = {stream(key): StreamBehind(SequenceToken(60 + number, 0)) for number, key in enumerate(keys)}
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(400, keys=keys)
+        bench.attach("one", recorder, Checkpoint(100, behind))
+        await bench.caught_up()
+        assert bench.shelf.opened == 1
+        assert bench.agent.statistics().received.events == 340
+    assert sorted(map(int, recorder.seen)) == list(range(60, 400))
+
+
+@virtual_time
+async def test_main_feed_starts_again_at_the_position_if_too_much_is_behind() -> None:
+    stuck, big = Recorder(), [f"{number:01000}" for number in range(400)]
+    gate = stuck.hold(big[0])
+    async with SimulatedAgent(max_bytes=64 * 1024, max_events=10_000) as bench:
+        for number, payload in enumerate(big):
+            await bench.publish(f"k{number % 10}", payload.encode())
+        behind = {stream("k0"): StreamBehind(SequenceToken(0, 0))}
+        delivery = bench.attach("one", stuck, Checkpoint(390, behind))
+        await until(lambda: len(stuck.seen) == 9)  # of the other streams
+        assert bench.agent.statistics().received.events < 200
+        gate.set()
+        await bench.caught_up(delivery)
+    assert sorted(map(int, stuck.seen)) == sorted([*range(0, 400, 10), *range(391, 400)])
+
+
 # ---- coming and going ----------------------------------------------------------------------------------------------
 
 
