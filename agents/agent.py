@@ -175,16 +175,18 @@ class PullingAgent:
 
     async def _read(self) -> None:
         """Open the main feed and run it until it ends."""
-        position, start = self._start(0), self._start(0 if self._skips_behind else self._limits.max_events)
-        receiver = await self._adapter.open_receiver(self.queue, start if self._rewindable else None)
+        position = start = None
+        if self._rewindable:
+            position, start = self._start(0), self._start(0 if self._skips_behind else self._limits.max_events)
+        receiver = await self._adapter.open_receiver(self.queue, start)
         try:
             cache = self._limits.main(rewindable=self._rewindable)
             bounds = await self._adapter.bounds(self.queue)
-            cache.next_offset = start if self._rewindable else bounds.first
+            cache.next_offset = start if start is not None else bounds.first
             self.main = MainFeed(
                 self, receiver, cache,
                 check_s=min(PRESSURE_CHECK_S, self._detach_after_s),
-                position=position, most_again=self._limits.max_bytes,
+                position=position or 0, most_again=self._limits.max_bytes,
             )  # fmt: skip
             self.main.end = bounds.next
             receiver.offer_to(self.main.accept)
