@@ -12,7 +12,7 @@ from functools import partial
 
 import click
 
-from . import effect_cases, grpc_sections, kafka_sections, postgres_sections, slow_handlers
+from . import effect_cases, grpc_sections, kafka_sections, postgres_gates, postgres_sections, slow_handlers
 from .harness import Result, Rounds, count, interleaved, machine, markdown, table
 from .peers import PEERS
 from .report import decimals
@@ -237,6 +237,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
         *grpc_sections.sections(scale, peers),
         *kafka_sections.sections(scale),
         *postgres_sections.sections(scale),
+        *postgres_gates.sections(scale),
     ]
 
 

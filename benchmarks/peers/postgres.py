@@ -87,6 +87,20 @@ class CopyRows:
         return [payload for (payload,) in await cursor.fetchall()]
 
 
+class OrderedRows(CopyRows):
+    """The same rows, read in order without a lock, as by one reader that keeps its position."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    async def take(self, connection: AsyncConnection[Any], limit: int) -> Sequence[bytes]:
+        query = b"SELECT id, payload FROM events WHERE id > %s ORDER BY id LIMIT %s"
+        rows = await (await connection.execute(query, [self._last, limit], binary=True)).fetchall()
+        if rows:
+            self._last = rows[-1][0]
+        return [payload for _, payload in rows]
+
+
 class PgmqStatements:
     """The statements of pgmq's functions `send_batch`, `read` and `delete`, with payloads as text in JSON."""
 
@@ -149,8 +163,10 @@ class _SqlConsumer:
 
 adapter = ProviderClient("postgres", lambda address: {"url": url_of(address), "create": True})
 copied = SqlQueue(CopyRows())
+ordered = SqlQueue(OrderedRows())
 pgmq = SqlQueue(PgmqStatements())
 
 OURS = PostgresQueue("headrace, adapter postgres", "adapter")
 COPY_ROWS = PostgresQueue("COPY rows, SKIP LOCKED", "copied")
+ORDERED_ROWS = PostgresQueue("COPY rows, read in order", "ordered")
 PGMQ = PostgresQueue("pgmq's statements", "pgmq")
