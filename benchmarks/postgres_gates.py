@@ -10,7 +10,6 @@ import importlib
 import os
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -165,7 +164,7 @@ def mover_by_hand(gate: StartingGate, *, url: str, at_once: int, events: int) ->
 
 
 async def _mover_by_hand(gate: StartingGate, url: str, at_once: int, events: int) -> Mapping[str, Any]:
-    """Claim rows, publish them into the log, delete them, until none is left."""
+    """Claim rows, publish a batch for each into the log, as the mover does, and delete them, until none is left."""
     import psycopg  # noqa: PLC0415
 
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
@@ -190,11 +189,8 @@ async def _mover_by_hand(gate: StartingGate, url: str, at_once: int, events: int
                         binary=True,
                     )
                     rows = sorted(await cursor.fetchall())
-                    streams: dict[int, list[bytes]] = defaultdict(list)
-                    for _, key, payload in rows:
-                        streams[key].append(payload)
-                    publish = provider.publish
-                    await asyncio.gather(*(publish(StreamId("bench", str(key)), sent) for key, sent in streams.items()))
+                    batches = [EventBatch.of(StreamId("bench", str(key)), [payload]) for _, key, payload in rows]
+                    await provider.publish_encoded(batches)
                     await connection.execute("DELETE FROM box WHERE id = ANY(%s)", [[row[0] for row in rows]])
                     moved += len(rows)
                 gate.done()
