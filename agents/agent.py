@@ -29,7 +29,7 @@ from .counts import ReceivedCounts
 from .cursor import StreamCursor
 from .delivery.delivery import Delivery, DeliveryStatistics
 from .feed import Feed, MainFeed
-from .relief import CacheRelief
+from .relief import PATIENCE, CacheRelief
 
 log = logging.getLogger("headrace.agents")
 
@@ -76,7 +76,7 @@ class PullingAgent:
         self._on_gap = on_gap
         self._rewindable = adapter.capabilities.rewindable
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
-        self.main: Feed | None = None
+        self.main: MainFeed | None = None
         """The main feed; None while the queue is not being read."""
         self._runner: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -88,8 +88,8 @@ class PullingAgent:
         )  # fmt: skip
         self._placing = False
         self._restarting = False
-        self._skips_behind = False
-        """Whether the main feed starts at the position the next time, although streams are behind."""
+        self._is_first_start = True
+        """The first main feed may start below the position; after a failure or a stall there, the next ones do not."""
         self._closed = False
         self._fault = ""
 
@@ -177,7 +177,9 @@ class PullingAgent:
         """Open the main feed and run it until it ends."""
         position = start = None
         if self._rewindable:
-            position, start = self._start(0), self._start(0 if self._skips_behind else self._limits.max_events)
+            first = (await self._adapter.bounds(self.queue)).first
+            position, start = self._start(0), self._start(self._limits.max_events if self._is_first_start else 0)
+            start = max(start, min(position, first))  # what is gone before is missing in the catch-ups alone
         receiver = await self._adapter.open_receiver(self.queue, start)
         try:
             cache = self._limits.main(rewindable=self._rewindable)
@@ -186,11 +188,11 @@ class PullingAgent:
             self.main = MainFeed(
                 self, receiver, cache,
                 check_s=min(PRESSURE_CHECK_S, self._detach_after_s),
-                position=position or 0, most_again=self._limits.max_bytes,
+                position=position or 0, most_again=self._limits.max_bytes, patience_s=PATIENCE * self._detach_after_s,
             )  # fmt: skip
             self.main.end = bounds.next
             receiver.offer_to(self.main.accept)
-            self._restarting, self._skips_behind, self._fault = False, False, ""
+            self._is_first_start, self._restarting, self._fault = False, False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)
             self.catch_ups.rejoin(self.main)
@@ -210,7 +212,6 @@ class PullingAgent:
 
     def start_at_position(self) -> None:
         """See MainFeedOwner."""
-        self._skips_behind = True
         self._reopen()
 
     def _reopen(self) -> None:

@@ -274,8 +274,8 @@ class Feed:
 class MainFeed(Feed):
     """The feed that all deliveries of a queue share.
 
-    It may start below the position of its deliveries, to read again what their streams need. If that is too much, its
-    owner starts it at the position.
+    It may start below the position of its deliveries, to read again what their streams need. If that is too much, or
+    does not go on, its owner starts it at the position.
     """
 
     def __init__(
@@ -287,18 +287,42 @@ class MainFeed(Feed):
         check_s: float,
         position: int,
         most_again: int,
+        patience_s: float,
     ) -> None:
-        """`most_again` bytes may be read below `position`."""
+        """`most_again` bytes may be read below `position`. There, the oldest bucket of a full cache may stay for
+        `patience_s` seconds."""
         super().__init__(owner, receiver, cache, check_s=check_s)
         self._owner = owner
         self._position = position
         self._left_bytes = most_again
+        self._patience_s = patience_s
+        self._oldest = -1, 0.0
+        """The first offset of the full cache, and the loop time since which it is the same."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has not reached the position yet."""
+        return self.cache.next_offset < self._position
 
     async def _take(self, received: Received) -> None:
         if received.next_offset <= self._position:
             self._left_bytes -= sum(len(batch.encoded) for batch in received.batches)
         await super()._take(received)
-        if self._left_bytes < 0 and self.cache.next_offset < self._position:
+        if self._left_bytes < 0 and self.is_behind:
+            self._owner.start_at_position()
+
+    async def _back_off(self, error: StorageError, seconds: float) -> None:
+        if self.is_behind:
+            self._owner.start_at_position()  # catch-ups meet the error, too, and hold up nothing else
+        else:
+            await super()._back_off(error, seconds)
+
+    async def _under_pressure(self) -> None:
+        await super()._under_pressure()
+        now, (offset, since) = asyncio.get_running_loop().time(), self._oldest
+        if offset != self.cache.first_offset:
+            self._oldest = self.cache.first_offset, now
+        elif self.is_behind and now - since >= self._patience_s:
             self._owner.start_at_position()
 
 

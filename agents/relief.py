@@ -151,7 +151,8 @@ class CacheRelief:
                 at = _Seen(cursor.token, now, turns)
             seen[cursor] = at
             passed_s, passed = now - at.since, turns - at.turns
-            its_turn = delivery.progress.states.running + len(delivery.progress.ready)
+            states = delivery.progress.states
+            its_turn = states.running + len(delivery.progress.ready) - states.outdated
             goes_on = cursor.state is not CursorState.WAITING and 0 < passed < 2 * its_turn
             if passed_s >= self._detach_after_s * (PATIENCE if goes_on else 1):
                 stuck.add(cursor)

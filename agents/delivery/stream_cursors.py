@@ -211,6 +211,17 @@ class StreamCursors(ProgressChanges):
         if cursor.state is READY:
             self.states.outdated += 1
             self._park(cursor)
+            if self.states.outdated > len(self._cursors):
+                self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        """While no handler is free, nothing else takes these entries out of the queue of ready cursors. One stays if
+        there is no other: it lets the delivery look for the next streams."""
+        ready = list(dict.fromkeys(cursor for cursor in self._ready if cursor.state is READY))
+        self.states.outdated = 0 if ready else 1
+        kept = ready or [self._ready[0]]
+        self._ready.clear()
+        self._ready.extend(kept)
 
     def keep_apart(self, cursor: StreamCursor, batch: EventBatch) -> None:
         """A running cursor that left its cache keeps `batch` instead of its own: the same one without the payload."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace import Event, OnFailure, RetryPolicy, SequenceToken, SlowConsumer, StorageError
+from headrace import CorruptRecord, Event, OnFailure, RetryPolicy, SequenceToken, SlowConsumer, StorageError
 from headrace.adapters import AdapterContext, Gap
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents.agent import FIRST_TICK_S
@@ -432,6 +432,79 @@ async def test_main_feed_starts_again_at_the_position_if_too_much_is_behind() ->
         gate.set()
         await bench.caught_up(delivery)
     assert sorted(map(int, stuck.seen)) == sorted([*range(0, 400, 10), *range(391, 400)])
+
+
+@virtual_time
+async def test_an_offset_that_cannot_be_read_below_the_position_stops_only_the_streams_that_need_it() -> None:
+    for error in (CorruptRecord(0, 80, "rotten", 81), StorageError("the old records are away")):
+        recorder, keys = Recorder(), [f"k{number}" for number in range(10)]
+        async with SimulatedAgent() as bench:
+            bench.shelf.unreadable[80] = error
+            await bench.publish_numbers(200, keys=keys)
+            bench.attach("one", recorder, Checkpoint(100, {stream("k5"): StreamBehind(SequenceToken(75, 0))}))
+            await until(lambda: len(recorder.seen) == 91)  # noqa: B023 (awaited at once)
+            await bench.publish_numbers(20, keys=keys, start=200)
+            await until(lambda: len(recorder.seen) == 109)  # noqa: B023
+        assert "85" not in recorder.seen
+
+
+@virtual_time
+async def test_stuck_streams_below_the_position_do_not_hold_up_the_others() -> None:
+    """Their batches are too large to be kept outside of the cache, and fill it."""
+    recorder, big = Recorder(), [f"{number:09000}" for number in range(12)]
+    gates = [recorder.hold(payload) for payload in big]
+    async with SimulatedAgent(max_bytes=64 * 1024) as bench:
+        for number, payload in enumerate(big):
+            await bench.publish(f"b{number}", payload.encode())
+        await bench.publish_numbers(400, keys=[f"k{number}" for number in range(10)])
+        behind = {stream(f"b{number}"): StreamBehind(SequenceToken(number, 0)) for number in range(12)}
+        bench.attach("one", recorder, Checkpoint(30, behind))
+        await until(lambda: len(recorder.seen) == 382)
+        for gate in gates:
+            gate.set()
+        await bench.caught_up()
+    assert len(recorder.seen) == 394
+
+
+@virtual_time
+async def test_a_feed_that_fails_again_and_again_starts_below_the_position_only_once() -> None:
+    recorder = Recorder()
+    gate = recorder.hold("2")
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(400, keys=[f"k{number}" for number in range(10)])
+        bench.shelf.unreadable[60] = OSError("gone")
+        bench.attach("one", recorder, Checkpoint(80, {stream("k2"): StreamBehind(SequenceToken(2, 0))}))
+        await until(lambda: len(recorder.seen) == 288)
+        bench.shelf.unreadable.clear()
+        gate.set()
+        await bench.caught_up()
+    assert len(recorder.seen) == 328
+
+
+@virtual_time
+async def test_events_that_are_gone_below_the_position_are_one_gap() -> None:
+    recorder = Recorder()
+    behind = {stream("k5"): StreamBehind(SequenceToken(105, 0)), stream("k6"): StreamBehind(SequenceToken(256, 0))}
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(400, keys=[f"k{number}" for number in range(10)])
+        bench.shelf.drop(0, 280)
+        bench.attach("one", recorder, Checkpoint(300, behind))
+        await bench.caught_up()
+        assert bench.gaps == [("one", Gap(105, 280, "dropped"))]
+
+
+@virtual_time
+async def test_a_consumer_that_hangs_for_hours_takes_no_more_memory() -> None:
+    recorder = Recorder()
+    gate = recorder.hold("0")
+    async with SimulatedAgent() as bench:
+        await bench.publish_numbers(300, keys=[f"k{number}" for number in range(30)])
+        delivery = bench.attach("one", recorder, concurrency=1)
+        await asyncio.sleep(3600)
+        assert len(delivery.progress.ready) < 100
+        gate.set()
+        await bench.caught_up()
+    assert sorted(map(int, recorder.seen)) == list(range(300))
 
 
 # ---- coming and going ----------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class SimulatedQueues(QueueAdapter):
         self.first = [0] * queues
         self.receivers: dict[SimulatedReceiver, None] = {}
         self.opened = 0
+        self.unreadable: dict[int, Exception] = {}
+        """What reading these offsets raises."""
         self.faults = faults
         self._rng = rng or random.Random()
         self._latency_s = latency_s
@@ -159,7 +161,9 @@ class SimulatedReceiver(QueueReceiver):
         gap = Gap(low, first, "dropped") if low < first else None
         batches: list[EventBatch] = []
         start = max(low, first)
-        for batch in self._batches(start, None):
+        if start in self._shelf.unreadable:
+            raise self._shelf.unreadable[start]
+        for batch in self._batches(start, min((o for o in self._shelf.unreadable if o > start), default=None)):
             if max_events <= 0 or max_bytes <= 0:
                 break
             batches.append(batch)
