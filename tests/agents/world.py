@@ -126,6 +126,7 @@ class HandlerSimulation(OneProcess):
         self.note(f"take over {consumer.name} to {positions}")
         await self.store.seek(PROVIDER, consumer.name, positions, "test")
         while consumer.name in self.manager.served:
+            self.release()  # a handler of a throttling subscription that hangs would stop the queue, and this loop
             # Whatever is done meanwhile counts for nothing, but only a change of the position is noticed.
             await self.publish([(StreamId("s", str(key)), [b"for all"]) for key in range(self.queues)])
             await asyncio.sleep(0.5)
