@@ -32,7 +32,7 @@ async def open_topic(
     `topic_id` is its id of the last time, "" if it was not used before. `given_age_s` is `retain_age_s` as this process
     gives it. Raises InvalidArgument, NotFound and StorageError as `open_adapter`.
     """
-    found = await topics.describe_first(topic)
+    found = await topics.describe(topic)
     if found is None and context.location:
         found = await topics.describe_known(topic)
     if found is None:

@@ -40,14 +40,11 @@ class KafkaTopics:
         self._client = cast(Any, client)
         self._limits = limits
 
-    async def describe(self, topic: str, timeout_s: float | None = None) -> TopicFacts | None:
-        """Return the facts about a topic, or None if there is none of this name. `timeout_s`: how long the brokers have
-        to answer; None: as long as for every request."""
-        return await self._facts(topic, self._asked(topic, timeout_s or self._limits.request_s))
+    async def describe(self, topic: str) -> TopicFacts | None:
+        """Return the facts about a topic, or None if there is none of this name.
 
-    async def describe_first(self, topic: str) -> TopicFacts | None:
-        """As `describe`, for the first request. If the broker that controls the others has just ended, they choose
-        another one, and the client learns of it only by a list of all topics."""
+        If the broker that controls the others has just ended, they choose another one, and the client learns of it only
+        by a list of all topics."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * self._limits.request_s
         while True:
@@ -69,7 +66,7 @@ class KafkaTopics:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.unknown_s
         while True:
-            facts = await self.describe(topic, timeout_s)
+            facts = await self._facts(topic, self._asked(topic, timeout_s or self._limits.request_s))
             if facts is not None or loop.time() > deadline:
                 return facts
             await asyncio.sleep(0.05)
