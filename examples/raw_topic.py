@@ -28,7 +28,9 @@ def make_topic(bootstrap: str, topic: str, records: int) -> None:
     """Write JSON records with ascending numbers for each key. The one in the middle is no JSON."""
     admin = cast(Any, AdminClient({"bootstrap.servers": bootstrap}))
     admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result(30)
-    producer = cast(Any, Producer({"bootstrap.servers": bootstrap, "linger.ms": 50, "compression.type": "zstd"}))
+    # Without idempotence, a batch that is sent again may be stored after the next one of its partition.
+    settings = {"bootstrap.servers": bootstrap, "enable.idempotence": True, "linger.ms": 50, "compression.type": "zstd"}
+    producer = cast(Any, Producer(settings))
     for number in range(records):
         value = json.dumps({"order": number // KEYS, "amount": number % 97}) if number != records // 2 else "{poison"
         while True:
