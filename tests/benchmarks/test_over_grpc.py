@@ -52,7 +52,7 @@ def test_the_server_that_serialises_for_every_consumer_serves_them_all():
 
 @pytest.mark.slow
 def test_fairness_is_measured_alone_and_beside_a_crowd():
-    setting = fairness.Setting(seconds=0.6, consumers=3, backlog=200_000)
+    setting = fairness.Setting(seconds=0.6, consumers=3, backlog=400_000)
     crowds: fairness.Crowds = {"fair": [], "first-come": []}
     found = {"alone": fairness.measure(setting, "fair", None)}
     found |= {order: fairness.measure(setting, order, crowds[order]) for order in crowds}
