@@ -103,7 +103,7 @@ class PullingAgent:
             self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
         elif self.main is not None:
             if not self._rewindable and delivery.progress.watermark < self.main.cache.first_offset:
-                self._reopen()
+                self.reopen()
             else:
                 self._place(delivery)
 
@@ -175,11 +175,11 @@ class PullingAgent:
 
     async def _read(self) -> None:
         """Open the main feed and run it until it ends."""
-        position = start = None
+        position, start = 0, None
         if self._rewindable:
-            first = (await self._adapter.bounds(self.queue)).first
+            bounds = await self._adapter.bounds(self.queue)
             position, start = self._start(0), self._start(self._limits.max_events if self._is_first_start else 0)
-            start = max(start, min(position, first))  # what is gone before is missing in the catch-ups alone
+            start = max(start, min(position, bounds.first))  # what is gone before is missing in the catch-ups alone
         receiver = await self._adapter.open_receiver(self.queue, start)
         try:
             cache = self._limits.main(rewindable=self._rewindable)
@@ -188,7 +188,7 @@ class PullingAgent:
             self.main = MainFeed(
                 self, receiver, cache,
                 check_s=min(PRESSURE_CHECK_S, self._detach_after_s),
-                position=position or 0, most_again=self._limits.max_bytes, patience_s=PATIENCE * self._detach_after_s,
+                position=position, most_again=self._limits.max_bytes, patience_s=PATIENCE * self._detach_after_s,
             )  # fmt: skip
             self.main.end = bounds.next
             receiver.offer_to(self.main.accept)
@@ -210,12 +210,9 @@ class PullingAgent:
             await receiver.aclose()
             self._leave_main()
 
-    def start_at_position(self) -> None:
-        """See MainFeedOwner."""
-        self._reopen()
-
-    def _reopen(self) -> None:
-        """End the main feed, so that the queue is opened again: at its first unfinished batch if it cannot rewind."""
+    def reopen(self) -> None:
+        """End the main feed, and start it again: at its position, or at its first unfinished batch if the queue cannot
+        rewind."""
         assert self.main is not None
         self._restarting = True
         self.main.finish()
@@ -280,7 +277,7 @@ class PullingAgent:
         if self._rewindable:
             self.catch_ups.serve(delivery)
         elif self.catch_ups.due(delivery):
-            self._reopen()
+            self.reopen()
 
     def relieve(self, feed: Feed) -> None:
         """The feed's cache is full: detach the cursors that would hold up the others."""

@@ -53,17 +53,13 @@ class FeedOwner(Protocol):
         """The feed's cache is full: detach the cursors that would hold up the others."""
         ...
 
+    def reopen(self) -> None:
+        """End the main feed, and start it again: at the position of the deliveries if the queue can rewind."""
+        ...
+
     @property
     def received(self) -> ReceivedCounts:
         """Counts what its feeds receive."""
-        ...
-
-
-class MainFeedOwner(FeedOwner, Protocol):
-    """The agent, as its main feed sees it."""
-
-    def start_at_position(self) -> None:
-        """End the main feed, and start it again at the position of the deliveries."""
         ...
 
 
@@ -280,7 +276,7 @@ class MainFeed(Feed):
 
     def __init__(
         self,
-        owner: MainFeedOwner,
+        owner: FeedOwner,
         receiver: QueueReceiver,
         cache: QueueCache,
         *,
@@ -292,7 +288,6 @@ class MainFeed(Feed):
         """`most_again` bytes may be read below `position`. There, the oldest bucket of a full cache may stay for
         `patience_s` seconds."""
         super().__init__(owner, receiver, cache, check_s=check_s)
-        self._owner = owner
         self._position = position
         self._left_bytes = most_again
         self._patience_s = patience_s
@@ -309,11 +304,11 @@ class MainFeed(Feed):
             self._left_bytes -= sum(len(batch.encoded) for batch in received.batches)
         await super()._take(received)
         if self._left_bytes < 0 and self.is_behind:
-            self._owner.start_at_position()
+            self.owner.reopen()
 
     async def _back_off(self, error: StorageError, seconds: float) -> None:
         if self.is_behind:
-            self._owner.start_at_position()  # catch-ups meet the error, too, and hold up nothing else
+            self.owner.reopen()  # catch-ups meet the error, too, and hold up nothing else
         else:
             await super()._back_off(error, seconds)
 
@@ -323,7 +318,7 @@ class MainFeed(Feed):
         if offset != self.cache.first_offset:
             self._oldest = self.cache.first_offset, now
         elif self.is_behind and now - since >= self._patience_s:
-            self._owner.start_at_position()
+            self.owner.reopen()
 
 
 class CatchUp(Feed):

@@ -165,10 +165,10 @@ async def publish_batches(provider: HasStreams, events: int, size: int, batch: i
     handles = [provider.stream("bench", str(i)) for i in range(streams)]
     payloads = [os.urandom(size)] * batch
     publishes = (handles[i % streams].publish(payloads) for i in range(events // batch))
-    await _in_flight(publishes, IN_FLIGHT)
+    await in_flight(publishes, IN_FLIGHT)
 
 
-async def _in_flight(publishes: Iterable[Awaitable[object]], limit: int) -> None:
+async def in_flight(publishes: Iterable[Awaitable[object]], limit: int) -> None:
     """Await them all, in order, `limit` at a time."""
 
     async def lane() -> None:

@@ -246,10 +246,10 @@ def _handled(url: str) -> int:
     return int(row[0]) if row else 0
 
 
-def measured(function: str, **args: Any) -> Result:
+def measured(function: str, *, module: str = HERE, **args: Any) -> Result:
     """Run one case beside a new server, with fsync. The server's CPU time counts."""
     with PostgresServer(fsync=True) as server:
-        outcome = together([Job("handlers", f"{HERE}:{function}", {"url": server.url, **args})], server=server)
+        outcome = together([Job("handlers", f"{module}:{function}", {"url": server.url, **args})], server=server)
         return outcome.to_result(events=outcome.reports["handlers"].result["events"])
 
 

@@ -6,11 +6,9 @@ The peers are what programs write by hand: calls that wait are grouped into one 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -19,20 +17,23 @@ from headrace import EventBatch, Provider, Start, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.postgres import open_adapter
 
+from .cases import IN_FLIGHT, in_flight
 from .effect_cases import MOVER, measured, mover
 from .harness import Job, Result, StartingGate, together
 from .peers import PEERS
+from .peers.cases import find
 from .peers.peer import Peer
 from .peers.postgres import COPY_ROWS, ORDERED_ROWS, OURS, PGMQ, url_of
 from .section import Section, Target, cpu
-from .servers import PostgresServer
 
 HERE = "benchmarks.postgres_gates"
-PUBLISHERS, CONNECTIONS, BATCH, IN_FLIGHT, STREAMS = 1000, 16, 1000, 8, 16
+PUBLISHERS, CONNECTIONS, BATCH, STREAMS = 1000, 16, 1000, 16
 STREAM = StreamId("events", "1")
 INSERT_EACH = f"INSERT each, {CONNECTIONS} connections"
 BY_UPDATE, BY_ROW = "claim of 1,000 rows by UPDATE", "lease and DELETE of each row"
 REMOVED = "segments dropped"
+MOST_WAL = 5_000_000
+"""The most that a removal may write to the write-ahead log, in bytes."""
 
 
 # ---- single publishers -----------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def grouped_publishers(gate: StartingGate, *, client: str, address: str, events:
 
 
 async def _grouped_publishers(gate: StartingGate, client: str, address: str, events: int, payload: bytes) -> None:
-    async with _find(client).producer(address, batch=BATCH) as producer:
+    async with find(client).producer(address, batch=BATCH) as producer:
         waiting: list[asyncio.Future[None]] = []
         sending: asyncio.Task[None] | None = None
 
@@ -99,14 +100,8 @@ async def _insert_each(gate: StartingGate, address: str, events: int, payload: b
 
 async def _publish(gate: StartingGate, publish: Callable[[], Awaitable[object]], events: int) -> None:
     """Publish by 1,000 tasks, each of which waits for the answer to one event before it publishes the next."""
-    numbers: Iterator[int] = iter(range(events))
-
-    async def publisher() -> None:
-        for _ in numbers:
-            await publish()
-
     await asyncio.to_thread(gate.wait)
-    await asyncio.gather(*(publisher() for _ in range(PUBLISHERS)))
+    await in_flight((publish() for _ in range(events)), PUBLISHERS)
     gate.done()
 
 
@@ -118,7 +113,7 @@ def backlog(gate: StartingGate, *, client: str, address: str, events: int, size:
 
 
 async def _backlog(gate: StartingGate, client: str, address: str, events: int, payloads: Sequence[bytes]) -> None:
-    found, received = _find(client), 0
+    found, received = find(client), 0
     async with found.producer(address, batch=BATCH) as producer:
         for _ in range(events // BATCH):
             await producer.send(payloads)
@@ -143,8 +138,7 @@ async def _provider_backlog(gate: StartingGate, address: str, events: int, paylo
         received += len(batch.events())
 
     async with _opened(address) as provider:
-        for _ in range(events // BATCH // IN_FLIGHT):
-            await asyncio.gather(*(provider.publish(STREAM, payloads) for _ in range(IN_FLIGHT)))
+        await in_flight((provider.publish(STREAM, payloads) for _ in range(events // BATCH)), IN_FLIGHT)
         await asyncio.to_thread(gate.wait)
         reading = await provider.subscribe("all", "*/*", handle, batch=True, start=Start.earliest())
         await reading.caught_up()
@@ -222,13 +216,12 @@ async def _removal(gate: StartingGate, url: str, events: int) -> Mapping[str, An
         await connection.execute("CHECKPOINT")
         before = await _wal(connection)
         await asyncio.to_thread(gate.wait)
-        began = time.monotonic()
         await adapter.apply_retention({0: end})
         gate.done()
-        seconds, removed = time.monotonic() - began, (await adapter.bounds(0)).first * BATCH
         wal = await _wal(connection) - before
+        assert wal <= MOST_WAL, f"{wal:,} bytes of write-ahead log"
+    removed = (await adapter.bounds(0)).first * BATCH
     await adapter.aclose()
-    print(f"{REMOVED}: {removed:,} events in {seconds:.3f} s, {wal:,} bytes of WAL", flush=True)
     return {"events": removed}
 
 
@@ -240,11 +233,6 @@ async def _wal(connection: Any) -> int:
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def _find(client: str) -> Any:
-    module, _, name = client.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _of_peer(peer: Peer, function: str, **args: Any) -> Result:
     """Run one case beside the peer's server, whose CPU time counts."""
     with peer.server() as server:
@@ -252,10 +240,7 @@ def _of_peer(peer: Peer, function: str, **args: Any) -> Result:
         return together([job], server=server).to_result(events=args["events"], size=args["size"])
 
 
-def _of_url(function: str, **args: Any) -> Result:
-    with PostgresServer(fsync=True) as server:
-        outcome = together([Job("case", f"{HERE}:{function}", {"url": server.url, **args})], server=server)
-        return outcome.to_result(events=outcome.reports["case"].result["events"])
+_measured = partial(measured, module=HERE)
 
 
 def sections(scale: float) -> list[Section]:
@@ -311,8 +296,8 @@ def sections(scale: float) -> list[Section]:
             title="Outbox: rows of 100 B moved into the log",
             cases={
                 MOVER: partial(measured, mover.__name__, events=n(100_000)),
-                BY_UPDATE: partial(_of_url, "mover_by_hand", at_once=BATCH, events=n(100_000)),
-                BY_ROW: partial(_of_url, "mover_by_hand", at_once=1, events=n(5_000)),
+                BY_UPDATE: partial(_measured, "mover_by_hand", at_once=BATCH, events=n(100_000)),
+                BY_ROW: partial(_measured, "mover_by_hand", at_once=1, events=n(5_000)),
             },
             targets=(
                 Target(what="≥ 1.3 × claim by UPDATE", case=MOVER, to=BY_UPDATE, bound=1.3),
@@ -323,7 +308,7 @@ def sections(scale: float) -> list[Section]:
             name="postgres-removal",
             group="postgres-parts",
             title="Queues in PostgreSQL: the first half of the events removed, segments of 64 MiB",
-            cases={REMOVED: partial(_of_url, "removal", events=n(10_000_000))},
+            cases={REMOVED: partial(_measured, "removal", events=n(10_000_000))},
             targets=(
                 Target(what="≤ 0.05 CPU s per million", case=REMOVED, to=None, bound=0.05, metric=cpu, at_most=True),
             ),

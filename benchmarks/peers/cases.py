@@ -24,26 +24,26 @@ _STAMP = struct.Struct("<q")
 
 
 def publish(gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
-    asyncio.run(_publish(gate, _find(client).producer(address, batch=batch), events, size, batch))
+    asyncio.run(_publish(gate, find(client).producer(address, batch=batch), events, size, batch))
 
 
 def consume(gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
-    asyncio.run(_consume(gate, _find(client).consumer(address, batch=batch), events, size))
+    asyncio.run(_consume(gate, find(client).consumer(address, batch=batch), events, size))
 
 
 def consume_each(
     gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int, consumers: int
 ) -> None:
-    connections = [_find(client).consumer(address, batch=batch, number=number) for number in range(consumers)]
+    connections = [find(client).consumer(address, batch=batch, number=number) for number in range(consumers)]
     asyncio.run(_consume_each(gate, connections, events, size))
 
 
 def publish_paced(gate: StartingGate, *, client: str, address: str, events: int, size: int, rate: int) -> None:
-    asyncio.run(_publish_paced(gate, _find(client).producer(address, batch=1, paced=True), events, size, rate))
+    asyncio.run(_publish_paced(gate, find(client).producer(address, batch=1, paced=True), events, size, rate))
 
 
 def consume_stamped(gate: StartingGate, *, client: str, address: str, events: int) -> dict[str, float]:
-    consumer = _find(client).consumer(address, batch=PACED_READ, paced=True)
+    consumer = find(client).consumer(address, batch=PACED_READ, paced=True)
     return asyncio.run(_consume_stamped(gate, consumer, events))._asdict()
 
 
@@ -120,7 +120,7 @@ async def _consume_stamped(gate: StartingGate, connection: Connection[PeerConsum
     return Latency.of(samples_ms[int(WARM_UP * events) :])
 
 
-def _find(client: str) -> PeerClient:
+def find(client: str) -> PeerClient:
     module, _, attribute = client.partition(":")
     found: PeerClient = getattr(importlib.import_module(module), attribute)
     return found
