@@ -113,7 +113,7 @@ LONGEST = (
 """The files that take longest, and folders of one process, in this order. At the end of the run one process would run
 such a file while the others have nothing to do. `test_code_layout.py` checks that they are there."""
 LEAST_FREE = 4 << 30
-"""Bytes, with a margin: the files of one run took 2 GB."""
+"""Bytes. One run with its environment took 3.3 GB."""
 FOLDERS_OF_ONE_PROCESS = ("tests/spark", "tests/adapters/kafka")
 """Their tests share a JVM: Spark, and Kafka's broker."""
 
