@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import CacheOptions, Event, EventBatch, Provider, SlowConsumer, Start, Stream, StreamId
-from headrace.silo.tuning import tune_interpreter
 
 from .results import Latency
 from .worker import StartingGate
@@ -155,7 +154,6 @@ async def _publish(
     gate: StartingGate, data: str, events: int, size: int, *, batch: int, streams: int, queues: int
 ) -> None:
     async with Provider.open(data, queues=queues) as provider:
-        tune_interpreter()
         gate.wait()
         await publish_batches(provider, events, size, batch, streams)
         gate.done()
@@ -188,7 +186,6 @@ async def _publish_singly(gate: StartingGate, data: str, events: int, size: int,
             for _ in range(events // publishers):
                 await stream.publish(payload)
 
-        tune_interpreter()
         gate.wait()
         await asyncio.gather(*(publisher(i) for i in range(publishers)))
         gate.done()
@@ -199,7 +196,6 @@ async def _consume(gate: StartingGate, data: str, events: int, *, per_event: boo
         counter = Counter(events)
         handler = counter.handler("event" if per_event else "batch")
         await provider.subscribe("bench", "bench/*", handler, batch=not per_event, start=Start.earliest())
-        tune_interpreter()
         gate.wait()
         await counter.whole()
         gate.done()
@@ -226,7 +222,6 @@ async def _in_process(
         release = asyncio.Event()
         if stuck:
             await provider.subscribe("stuck", "bench/*", never_returning(release), batch=True, slow_consumer=policy)
-        tune_interpreter()
         gate.wait()
         await publish_batches(provider, events, size, batch, streams=1)
         for counter in counters:
@@ -257,7 +252,6 @@ async def _drain(
     async with Provider.open(data, queues=1) as provider:
         await fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
         counter = Counter(events)
-        tune_interpreter()
         gate.wait()
         handler = counter.suspending if suspend else counter.on_batch
         await provider.subscribe("bench", "bench/*", handler, batch=True, start=Start.earliest())

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from headrace import Client, EventBatch, Start
-from headrace.silo.tuning import tune_interpreter
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import subscription
 from headrace.streams.subscriptions import Checkpoint
@@ -40,7 +39,6 @@ async def _consume(gate: StartingGate, addresses: Sequence[str], events: int, *,
             await stack.enter_async_context(client.subscribe("bench", SELECTOR, start=Start.earliest()))
             for client in clients
         ]
-        tune_interpreter()
         gate.wait()
         tasks = [group.create_task(take(member, counter)) for member in members]
         await counter.whole()

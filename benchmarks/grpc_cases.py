@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from headrace import Client, Selector, Start, SubscriptionDefinition
 from headrace.client.consumer import Consumer
-from headrace.silo.tuning import tune_interpreter
 
 from .cases import Counter, Stamps, pace, publish_batches
 from .results import Latency
@@ -43,7 +42,6 @@ def consume_stamped(gate: StartingGate, *, address: str, events: int) -> dict[st
 
 async def _publish(gate: StartingGate, address: str, events: int, size: int, batch: int) -> None:
     async with Client(address) as client:
-        tune_interpreter()
         gate.wait()
         await publish_batches(client, events, size, batch, streams=8)
         gate.done()
@@ -63,7 +61,6 @@ async def _consume(gate: StartingGate, address: str, events: int, consumers: int
             await attached.enter_async_context(client.subscribe("bench", SELECTOR, start=Start.earliest()))
             for client in clients
         ]
-        tune_interpreter()
         gate.wait()
         tasks = [group.create_task(take(member, counter)) for member in members]
         await counter.whole()
@@ -77,7 +74,6 @@ async def _consume_each(gate: StartingGate, address: str, events: int, subscript
     async with _clients(address, subscriptions) as clients:
         for number, client in enumerate(clients):
             await client.create_subscription(_definition(number))
-        tune_interpreter()
         gate.wait()
         async with asyncio.TaskGroup() as group:
             for number, (client, counter) in enumerate(zip(clients, counters, strict=True)):

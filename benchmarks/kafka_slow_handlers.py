@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import Provider
-from headrace.silo.tuning import tune_interpreter
 
 from .harness import Job, NotAvailable, Result
 from .peers.kafka_broker import (
@@ -78,7 +77,6 @@ async def _in_silo(gate: StartingGate, address: str, setting: SlowSetting, *, ra
     if raw:
         options = {"bootstrap": broker, "topic": topic, "format": "raw", "namespace": "bench", "partitioner": "murmur2"}
         fill(address, setting)
-    tune_interpreter()
     async with Provider.open(adapter="kafka", queues=PARTITIONS, options=options) as provider:
         if not raw:
             await publish(setting, provider)
@@ -154,7 +152,6 @@ def confluent(gate: StartingGate, *, address: str, by_hand: bool, **setting: Any
 
 
 async def _confluent(gate: StartingGate, address: str, setting: SlowSetting, *, by_hand: bool) -> Mapping[str, Any]:
-    tune_interpreter()
     handling = Handling(setting)
     kind = OrderByHand if by_hand else OrderByPartition
     with confluent_group(*place_of(address), "slow") as consumer:

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from headrace import Client, Event, Provider, Start, StreamId
-from headrace.silo.tuning import tune_interpreter
 
 from .harness import Job, Result, together
 from .peers.nats_jetstream import CONSUMER, SUBJECT, NatsServer
@@ -137,7 +136,6 @@ async def _over_grpc(gate: StartingGate, address: str, setting: SlowSetting) -> 
 
 
 async def _subscribe(gate: StartingGate, setting: SlowSetting, place: Provider | Client) -> Mapping[str, Any]:
-    tune_interpreter()
     await publish(setting, place)
     return await handle_events(gate, setting, place)
 
@@ -332,7 +330,6 @@ def peer(gate: StartingGate, *, system: str, way: str, address: str, **setting: 
 
 async def _peer(gate: StartingGate, system: str, way: str, address: str, setting: SlowSetting) -> Mapping[str, Any]:
     async with INBOXES[system](address) as inbox:
-        tune_interpreter()
         for _ in range(setting.each):
             await inbox.publish(setting.keys)
         handling = Handling(setting)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 from headrace.agents import HandlerDelivery
-from headrace.silo.tuning import tune_interpreter
 from headrace.streams.handlers import Handler
 from headrace.streams.identity import SequenceToken, StreamId
 from headrace.streams.subscriptions import Checkpoint, Selector, StreamBehind, SubscriptionDefinition
@@ -27,7 +26,6 @@ def timed(call: Callable[[], object]) -> float:
 
 
 async def main() -> None:
-    tune_interpreter()
     behind = {StreamId("n", str(number)): StreamBehind(SequenceToken(number)) for number in range(STREAMS)}
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
     handler = Handler(None, None, None, None)

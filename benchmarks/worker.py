@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from headrace.silo.tuning import tune_interpreter
+
 from .servers import peak_rss_of
 
 
@@ -28,7 +30,11 @@ class StartingGate:
         self._began = self._ended = _Moment()
 
     def wait(self) -> None:
-        """Call once, when everything is set up. Blocks until all processes are ready; measuring begins on return."""
+        """Call once, when everything is set up. Blocks until all processes are ready; measuring begins on return.
+
+        Each process, also a peer's, then has the interpreter's settings of a silo.
+        """
+        tune_interpreter()
         print("ready", file=self._answers, flush=True)
         if not self._orders.readline():
             sys.exit("the benchmark that started this process has gone")

@@ -127,6 +127,8 @@ class EventBatch:
         """
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         items = events if isinstance(events, list) else list(events)
+        if now_us is not None:
+            _check_times((now_us,))
         now = clock.now_us() if now_us is None else now_us
         one = len(items) == 1
         encoded = _encode_one(stream, items[0], now, trace) if one else _encode(stream, items, now, trace)
@@ -302,11 +304,12 @@ def _encode_one(stream: StreamId, item: bytes | Event, now: int, trace: bytes) -
         payload = item
     elif isinstance(item, Event) and type(item.payload) is bytes and not item.headers and not item.id:
         payload = item.payload
-        now = now if item.timestamp_us is None else item.timestamp_us
+        if item.timestamp_us is not None:
+            now = item.timestamp_us
+            _check_times((now,))
     else:
         return _encode(stream, [item], now, trace)
     _check_size(stream, len(payload))
-    _check_times((now,))
     return layout.write_one(stream.prefix, payload, now, trace)
 
 

@@ -8,10 +8,9 @@ from struct import Struct
 from typing import NamedTuple
 
 from ...streams.events import EventBatch
-from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import ProducerSequence, Receipt, check_sequence
-from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated
+from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated, receipt_at
 from ..log.blocks import BlockEncoder, BlockPlace, split
 
 CHUNK_BYTES = 8000
@@ -121,7 +120,7 @@ class EnqueueGroup:
             grown = self._grown.get(queue)
             if grown is None:
                 grown = self._grown[queue] = []
-            receipts.append(Receipt(SequenceToken(self._tails[queue].next + len(grown))))
+            receipts.append(receipt_at(self._tails[queue].next + len(grown)))
             grown.append(batch)
         return receipts
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 
-from headrace.silo.tuning import tune_interpreter
-
 from ..results import Latency
 from ..worker import StartingGate
 from .kinds import DelayKind, Place, Push, kind_of
@@ -83,7 +81,6 @@ class Arrivals:
 async def _drain(
     gate: StartingGate, kind: DelayKind, place: Place, arrivals: Arrivals, *, batch: int, consumers: int
 ) -> None:
-    tune_interpreter()
     gate.wait()
     async with AsyncExitStack() as stack:
         for _ in range(min(consumers, kind.connections)):
@@ -102,7 +99,6 @@ async def _push(
             for payloads, delays_s in batches:
                 await push(payloads, delays_s)
 
-        tune_interpreter()
         gate.wait()
         await asyncio.gather(*(lane(pushes[number % len(pushes)]) for number in range(LANES)))
         gate.done()
@@ -128,7 +124,6 @@ async def _push_paced(
 ) -> None:
     async with AsyncExitStack() as stack:
         pushes = await _producers(stack, kind_name, place)
-        tune_interpreter()
         gate.wait()
         lanes = (pushes[number % len(pushes)] for number in range(LANES))
         await asyncio.gather(*(_pace(push, rate / LANES, events // LANES, size, delays_s) for push in lanes))
