@@ -275,9 +275,15 @@ async def test_why_looks_into_each_partition_that_may_have_the_key(address: str,
         await asyncio.to_thread(produced, address, topic, [{"key": b"k", "value": b"poison", "partition": other}])
         while not await provider.dead_letters("s"):  # noqa: ASYNC110 (real time, in another process)
             await asyncio.sleep(0.05)
-        (found,) = await explain_stream(provider, stream)
-        assert [cause.code for cause in found.causes] == ["dead_lettered"]
-        assert "poison" in found.causes[0].evidence
+        async with asyncio.timeout(30):
+            while True:
+                (found,) = await explain_stream(provider, stream)
+                (cause,) = found.causes
+                assert "poison" in cause.evidence
+                if cause.code == "dead_lettered":
+                    break
+                # A busy broker did not show the end of the partition in time: a later event may be there.
+                assert cause.code == "nothing_pending"
 
 
 async def test_why_shows_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
