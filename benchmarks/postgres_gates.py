@@ -135,7 +135,7 @@ async def _provider_backlog(gate: StartingGate, address: str, events: int, paylo
 
     async def handle(batch: EventBatch) -> None:
         nonlocal received
-        received += len(batch.events())
+        received += len(batch.payloads())
 
     async with _opened(address) as provider:
         await in_flight((provider.publish(STREAM, payloads) for _ in range(events // BATCH)), IN_FLIGHT)
