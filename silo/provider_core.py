@@ -31,6 +31,8 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         """Moves events from an outbox, if the provider has the option `outbox`."""
         self.origin = parts.origin
         """Id of the provider. A provider that is made anew has another one."""
+        self.closing_receivers = BackgroundTasks()
+        """Tasks that close receivers which nothing waits for. The adapter closes after them."""
         self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 
@@ -76,6 +78,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
                 await service.completed(drain_s)
         finally:
             self._locks.release_all()
+            await self.closing_receivers.join()
             await self._parts.aclose()
 
     def statistics(self) -> ProviderStatistics:

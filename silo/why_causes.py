@@ -114,8 +114,9 @@ CAUSES: dict[str, CauseText] = {
         "Look at it with `headrace deadletters show ID`, then redrive or delete it.",
     ),
     "nothing_pending": CauseText(
-        "The subscription needs no stored event of the stream: each is finished, filtered or before its start.",
-        "To get earlier events, move the subscription with `headrace subscriptions seek`.",
+        "Nothing waits: each event of the stream is finished, filtered or before the subscription's start, or there "
+        "was none.",
+        "Check namespace and key. To get earlier events, move the subscription with `headrace subscriptions seek`.",
     ),
     "undetermined": CauseText(
         "None of the known causes applies.",

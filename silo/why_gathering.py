@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ READ_S = 0.3
 """Time to look for events of the stream in its queue, in seconds."""
 SHORT_READ_S = 0.1
 """The same if the control store did not answer: its time is used up, and the queue may be in the same database."""
+_LATE_STORE = f"no answer within {STORE_S:g} s"
 
 
 class VisibleSubscriptions(NamedTuple):
@@ -149,7 +150,7 @@ async def visible_subscriptions(
             chosen = [one for one in stored if is_visible(one) and not is_consumers_position(one)]
             return VisibleSubscriptions(chosen, "")
     except TimeoutError:
-        error = f"no answer within {STORE_S:g} s"
+        error = _LATE_STORE
     except HeadraceError as failure:
         error = str(failure)
     served = [one.definition for name, one in provider.manager.served.items() if CONSUMER_SEPARATOR not in name]
@@ -191,7 +192,8 @@ async def _in_queue(
     """Explain one queue for each subscription. It is searched once for all of them."""
     queue = facts.queue.queue
     states = [each.state(facts.queue) for each in gathered]
-    search, read_error = LastEventSearch(provider.adapter, queue, stream), ""
+    search = LastEventSearch(provider.adapter, queue, stream, provider.closing_receivers)
+    read_error = ""
     searching = [one for one in states if one.matches and one.position is None]
     if searching and provider.adapter.capabilities.rewindable:
         positions = [one.next_offset for one in searching]
@@ -220,6 +222,8 @@ class _Gathering:
         self._stream = stream
         self._definition = definition
         self._store_answers = store_answers
+        self._store_error = ""
+        """Why facts of the control store are missing."""
         self._matches = definition.selector.matcher()(stream)
         self._served = _served(provider, definition.name)
         self._saved: Mapping[int, Checkpoint] = {}
@@ -230,11 +234,20 @@ class _Gathering:
         if not self._matches or not self._store_answers:
             return
         store, provider, name = self._provider.store, self._provider.name, self._definition.name
-        with suppress(TimeoutError, HeadraceError):
-            async with time_limit(STORE_S):
+        with suppress(HeadraceError):
+            async with self._store_limit():
                 if self._served is None or not all(queue in self._served.deliveries for queue in queues):
                     self._saved = await store.checkpoints(provider, name)
                 self._gaps = await store.gaps(provider, name)
+
+    @asynccontextmanager
+    async def _store_limit(self) -> AsyncGenerator[None]:
+        """End the block after the time that the control store has, and keep that the store did not answer."""
+        try:
+            async with time_limit(STORE_S):
+                yield
+        except TimeoutError:
+            self._store_error = _LATE_STORE
 
     def state(self, queue: StreamQueueFacts) -> SubscriptionFacts:
         """Return the state of the subscription in a queue, as this process has it in memory, or as it is saved."""
@@ -277,7 +290,8 @@ class _Gathering:
             queue = replace(queue, end=search.end, damage=await self._damage(queue, one, search))
             one = await self._with_left_behind(one, queue.queue, search.found)
             facts = replace(facts, stream_facts=search.found)
-        return explain(replace(facts, queue=queue, subscription=one))
+        store_error = facts.store_error or self._store_error
+        return explain(replace(facts, queue=queue, subscription=one, store_error=store_error))
 
     async def _damage(self, queue: StreamQueueFacts, one: SubscriptionFacts, search: LastEventSearch) -> str:
         """The damaged record that stops the subscription: not one after an event that waits."""
@@ -304,15 +318,13 @@ class _Gathering:
             return one
         store, provider = self._provider.store, self._provider.name
         letter: DeadLetter | None = None
-        try:
-            async with time_limit(STORE_S):
+        with suppress(HeadraceError):
+            async with self._store_limit():
                 if found.last is not None and found.is_last:
                     letters = await store.dead_letters_at(provider, one.name, queue, found.last)
                     letter = next((each for each in letters if each.stream == self._stream), None)
                 elif found.last != -1:
                     letter = await store.last_dead_letter(provider, one.name, queue, self._stream)
-        except (TimeoutError, HeadraceError):
-            return one
         if letter is not None:
             redrive = ", a redrive is requested" if letter.redrive else ""
             text = f"dead letter {letter.id}, {letter.attempts} attempts: {letter.reason}{redrive}"

@@ -156,6 +156,51 @@ async def test_the_last_dead_letter_is_shown_if_the_search_does_not_come_to_its_
         assert "the last dead letter of the stream: dead letter 1, 1 attempts: " in found.causes[0].evidence
 
 
+async def test_receivers_that_close_slowly_take_no_time_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("s", "shop/*", fail, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        await subscription.caught_up()
+        opened, closes = provider.adapter.open_receiver, asyncio.Event()
+
+        async def closing_slowly(queue: int, offset: int) -> QueueReceiver:
+            receiver = await opened(queue, offset)
+            close = receiver.aclose
+
+            async def aclose() -> None:
+                await closes.wait()
+                await close()
+
+            monkeypatch.setattr(receiver, "aclose", aclose)
+            return receiver
+
+        monkeypatch.setattr(provider.adapter, "open_receiver", closing_slowly)
+        (of_stream,) = await explain_stream(provider, STREAM, "s")
+        (of_other,) = await explain_stream(provider, StreamId("shop", "mistyped"), "s")
+        closes.set()
+        assert [cause.code for cause in of_stream.causes] == ["dead_lettered"]
+        assert [cause.code for cause in of_other.causes] == ["no_such_stream"]
+
+
+@pytest.mark.parametrize(("call", "code"), [("dead_letters_at", "nothing_pending"), ("gaps", "dead_lettered")])
+async def test_a_control_store_that_does_not_tell_what_was_given_up_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: str
+) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("s", "shop/*", fail, retry=ONCE)
+        await provider.publish(STREAM, b"x")
+        await subscription.caught_up()
+
+        async def no_answer(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(provider.store, call, no_answer)
+        (found,) = await explain_stream(provider, STREAM, "s")
+        assert [cause.code for cause in found.causes] == ["store_unreachable", code]
+
+
 @pytest.mark.parametrize("window", [4096, 2])
 async def test_damage_before_the_event_is_named_however_far_the_event_is_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int

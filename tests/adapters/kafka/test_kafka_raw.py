@@ -28,6 +28,7 @@ from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
 from tests.adapters.kafka.opening import ANY, ForeignProgram, new_topic, opened, received
 from tests.adapters.kafka.test_kafka_remote import silo_on_kafka
+from tests.silo.test_why_gathering import evidence
 
 QUEUES = 4
 
@@ -268,22 +269,26 @@ async def test_consumers_over_the_network_read_a_raw_topic(address: str, topic: 
 
 async def test_why_looks_into_each_partition_that_may_have_the_key(address: str, topic: str, tmp_path: Path) -> None:
     async with Provider.open(tmp_path, **raw(address, topic)) as provider:
-        await provider.subscribe("s", f"{topic}/*", EventCollector(b"poison"), retry=RetryPolicy(max_attempts=1))
+        subscription = await provider.subscribe(
+            "s", f"{topic}/*", EventCollector(b"poison"), retry=RetryPolicy(max_attempts=1)
+        )
         stream = StreamId(topic, "k")
         other = next(queue for queue in range(QUEUES) if queue != provider.queue_of(stream))
         await provider.publish(stream, b"x")
         await asyncio.to_thread(produced, address, topic, [{"key": b"k", "value": b"poison", "partition": other}])
-        while not await provider.dead_letters("s"):  # noqa: ASYNC110 (real time, in another process)
-            await asyncio.sleep(0.05)
-        async with asyncio.timeout(30):
-            while True:
-                (found,) = await explain_stream(provider, stream)
-                (cause,) = found.causes
-                assert "poison" in cause.evidence
-                if cause.code == "dead_lettered":
-                    break
-                # A busy broker did not show the end of the partition in time: a later event may be there.
-                assert cause.code == "nothing_pending"
+        await subscription.caught_up()
+        assert "poison" in await evidence(provider, "dead_lettered", stream)
+
+
+async def test_why_tells_a_key_without_events_from_one_whose_events_are_done(
+    address: str, topic: str, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(produced, address, topic, [{"key": b"k", "value": b"x", "partition": 1}] * 3)
+    async with Provider.open(tmp_path, **raw(address, topic)) as provider:
+        subscription = await provider.subscribe("s", f"{topic}/*", EventCollector(), start=Start.earliest())
+        await subscription.caught_up()
+        await evidence(provider, "nothing_pending", StreamId(topic, "k"))
+        await evidence(provider, "no_such_stream", StreamId(topic, "mistyped"))
 
 
 async def test_why_shows_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
