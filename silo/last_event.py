@@ -33,11 +33,19 @@ class LastEventSearch:
         """The damaged records that were met."""
 
     async def run(self, position: int | None) -> None:
-        """Search for the last batch; then, from `position` on, for damaged records before it."""
+        """Search for the last batch; then, from `position` on, for damaged records before it.
+
+        If the adapter cannot rewind, only find the end. If it is not ordered either, find nothing: servers that are
+        away may have batches that are not finished.
+        """
+        capabilities = self._adapter.capabilities
+        if not capabilities.rewindable and not capabilities.ordered:
+            return
         bounds = await self._adapter.bounds(self._queue)
         self.end = bounds.next
         self.found = StreamFacts(searched_from=bounds.next)
-        await self._search_backwards(bounds, bounds.first if position is None else max(bounds.first, position))
+        if capabilities.rewindable:
+            await self._search_backwards(bounds, bounds.first if position is None else max(bounds.first, position))
 
     async def _search_backwards(self, bounds: Bounds, position: int) -> None:
         stop, window = bounds.next, FIRST_WINDOW

@@ -195,7 +195,7 @@ async def _in_queue(
     search = LastEventSearch(provider.adapter, queue, stream, provider.closing_receivers)
     read_error = ""
     searching = [one for one in states if one.matches and one.position is None]
-    if searching and provider.adapter.capabilities.rewindable:
+    if searching:
         positions = [one.next_offset for one in searching]
         known = [position for position in positions if position is not None]
         limit_s = SHORT_READ_S if facts.store_error else READ_S

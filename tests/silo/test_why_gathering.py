@@ -108,6 +108,20 @@ async def test_finished_events_are_not_pending(tmp_path: Path) -> None:
         await evidence(provider, "no_such_stream", StreamId("shop", "2"))
 
 
+async def test_nothing_is_pending_in_a_queue_that_is_read_to_its_end_and_cannot_be_searched(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, adapter="memory", queues=1) as provider:
+        await provider.subscribe("s", "shop/1", fail, retry=ONCE)
+        subscription = await provider.subscribe("t", "shop/*", take)
+        assert await evidence(provider, "nothing_pending") == (
+            "queue 0: no event from offset 0 on, everything below 0 is done"
+        )
+        await provider.publish(STREAM, b"x")
+        await provider.publish(StreamId("shop", "2"), b"x")
+        await subscription.caught_up()
+        await evidence(provider, "nothing_pending", StreamId("shop", "mistyped"), "t")
+        assert "the last dead letter of the stream: dead letter 1" in await evidence(provider, "nothing_pending")
+
+
 async def test_a_stream_is_looked_for_from_the_end_of_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
