@@ -1,6 +1,6 @@
 """How the silos of tests serve, so that the tests of a file run both ways: by one silo and by two, or over the native
-protocol and over gRPC. A file assigns `by_one_and_two_silos` or `native_and_grpc` to `pytest_generate_tests`, and
-imports the fixture `serving`.
+protocol and over gRPC. A file assigns `by_one_and_two_silos`, `mostly_by_one_silo` or `native_and_grpc` to
+`pytest_generate_tests`, and imports the fixture `serving`.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,17 @@ def serving(request: pytest.FixtureRequest) -> Iterator[None]:
     SERVING.silos, SERVING.native = 1, True
 
 
-def by_one_and_two_silos(metafunc: pytest.Metafunc) -> None:
+def by_one_and_two_silos(metafunc: pytest.Metafunc, *marks: pytest.MarkDecorator) -> None:
     """Run each test with one silo and with two, except for tests with the marker `one_silo`."""
     one = pytest.param(Serving(), id="one-silo")
-    two = pytest.param(Serving(silos=2), id="two-silos", marks=pytest.mark.second_way)
+    two = pytest.param(Serving(silos=2), id="two-silos", marks=[pytest.mark.second_way, *marks])
     only_one = metafunc.definition.get_closest_marker("one_silo") is not None
     metafunc.parametrize("serving", [one] if only_one else [one, two], indirect=True)
+
+
+def mostly_by_one_silo(metafunc: pytest.Metafunc) -> None:
+    """As `by_one_and_two_silos`, but the tests with two silos are slow."""
+    by_one_and_two_silos(metafunc, pytest.mark.slow)
 
 
 def native_and_grpc(metafunc: pytest.Metafunc) -> None:

@@ -16,7 +16,7 @@ from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.services.pulling import pull_wait_s
 from headrace.streams.events import Event
-from tests.serving import by_one_and_two_silos, serving
+from tests.serving import mostly_by_one_silo, serving
 from tests.silo.services.calling import (
     CLUSTER,
     SUBSCRIPTIONS,
@@ -52,7 +52,8 @@ from tests.silo.services.sessions import (
 )
 
 __all__ = ("serving",)
-pytest_generate_tests = by_one_and_two_silos
+# With two silos a gateway passes the session on: `tests/silo/test_gateway.py` and `test_consumer_model.py` test it.
+pytest_generate_tests = mostly_by_one_silo
 
 SHORT_MS = 500
 """The shortest time after which a silent consumer is gone."""
