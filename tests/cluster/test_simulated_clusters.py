@@ -66,7 +66,7 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_or_skipped_and_each_queue_has_one_owner(kind: str) -> None:
-    for seed in range(1, 1 + examples(25)):
+    for seed in range(1, 1 + examples(25, quick=2)):
         world = simulate(seed, kind=kind)
         assert not world.problems, f"{kind}/{seed}\n" + "\n".join(world.history)
 
@@ -123,7 +123,7 @@ def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
     places = recorded("planned", 6) | recorded("pauses", 3)
     stood = hit(site for way in places.values() for site in way)
     assert {each.function for each in stood} >= PLACES
-    for crash in chosen(places, examples(30, quick=15)):
+    for crash in chosen(places, examples(30, quick=6)):
         world = crashed(crash)
         assert world.crashed_at, f"{crash} kills nobody"
         assert not world.problems, f"{crash}\n" + "\n".join(world.history)
