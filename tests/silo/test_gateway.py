@@ -564,7 +564,7 @@ async def test_many_acknowledgements_in_many_requests_are_passed_on(silos: Silos
         await session.grant(10, 10_000)
         await caller.publish(batch("n/1", b"0"))
         events = await session.take(1)
-        for _ in range(5):
+        for _ in range(2):
             await session.say(
                 reports=[report(events[0], acknowledgements=[pb.Acknowledgement(offset=1 << 40)] * 40_000)]
             )

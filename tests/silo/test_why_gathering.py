@@ -363,7 +363,8 @@ async def test_any_silo_of_a_cluster_asks_the_owner_of_each_queue(
             assert "no such customer" in found["bills"][0][1]
 
 
-async def test_an_owner_that_explains_many_subscriptions_is_not_called_unreachable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
+async def test_an_owner_that_explains_many_subscriptions_is_not_called_unreachable(tmp_path: Path, rounds: int) -> None:
     config = SiloConfig(
         data=str(tmp_path), drain_s=1, grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=2)}
     )
@@ -371,7 +372,7 @@ async def test_an_owner_that_explains_many_subscriptions_is_not_called_unreachab
         owner = silos[1].providers["default"]
         (queue, *_) = queues(silos[1])
         keys = [str(key) for key in range(200) if owner.queue_of(StreamId("shop", str(key))) == queue]
-        for _ in range(50):
+        for _ in range(rounds):
             await asyncio.gather(*(owner.publish(StreamId("shop", keys[1 + at % 40]), b"x") for at in range(4000)))
         for number in range(30):
             await owner.create_subscription(SubscriptionDefinition(name=f"s{number}", selector=Selector("shop/*")))

@@ -504,7 +504,7 @@ async def test_checkpoint_has_only_the_keys_that_are_stuck_however_many_events_p
     address: str, topic: str, tmp_path: Path
 ) -> None:
     """Mistake 7 of others: progress grows with each event beside a stuck key, until it does not fit."""
-    keys, rounds, stuck = 100, 30, {"k7", "k70"}
+    keys, rounds, stuck = 100, 10, {"k7", "k70"}
     records = [{"key": f"k{key}".encode(), "value": b"%d" % turn} for turn in range(rounds) for key in range(keys)]
     await asyncio.to_thread(produced_at_once, address, topic, records)
     released, done = asyncio.Event(), list[bytes]()
