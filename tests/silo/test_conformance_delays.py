@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
 from headrace.adapters.conformance import (
     ConformsToDelay,
@@ -34,6 +36,8 @@ async def delaying(name: str, queues: int, directory: Path) -> QueueAdapter:
     return adapter
 
 
+# The delays are the same over a log, and `test_conformance_memory.py` has the memory without them.
+@pytest.mark.slow
 class TestMemoryWithDelays(ConformsToQueueAdapter, ConformsToIdempotent, ConformsToDelay):
     async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
         return await delaying("memory", queues, directory)

@@ -63,7 +63,8 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
+# `test_leases_model.py` has the leases on PostgreSQL, too.
+@pytest.fixture(params=["file", pytest.param("postgres", marks=[pytest.mark.second_way, pytest.mark.slow])])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
 

@@ -113,7 +113,8 @@ async def opened(where: str | Path) -> AsyncGenerator[ControlStore]:
         await store.aclose()
 
 
-@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
+# `test_store_postgres.py` has the failures of PostgreSQL, and `test_store_model.py` two stores on one server.
+@pytest.fixture(params=["file", pytest.param("postgres", marks=[pytest.mark.second_way, pytest.mark.slow])])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The kinds of store that several processes can open."""
     return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
