@@ -10,6 +10,9 @@ from tests.servers import PostgresServer, new_schema, postgres_server, postgres_
 
 __all__ = ("postgres_server", "postgres_url")
 
+SLOW = pytest.mark.slow
+SECOND = ("aiosqlite", "psycopg")
+
 
 @pytest.fixture
 def schema_url(request: pytest.FixtureRequest) -> Callable[[], str]:
@@ -22,7 +25,8 @@ def schema_url(request: pytest.FixtureRequest) -> Callable[[], str]:
     return make
 
 
-@pytest.fixture(params=KINDS)
+# Tests of `async_database` and tests that name their kinds have the others: each is a second way to the same database.
+@pytest.fixture(params=[pytest.param(kind, marks=SLOW if kind in SECOND else ()) for kind in KINDS])
 async def database(
     request: pytest.FixtureRequest, tmp_path: Path, schema_url: Callable[[], str]
 ) -> AsyncIterator[UserDatabase]:

@@ -481,7 +481,8 @@ async def test_a_seek_while_a_handler_runs_skips_nothing(async_database: UserDat
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["aiosqlite", "psycopg-async"])
+# `test_bank_kills.py` kills on SQLite, too.
+@pytest.mark.parametrize("kind", [pytest.param("aiosqlite", marks=pytest.mark.slow), "psycopg-async"])
 async def test_a_kill_between_commit_and_acknowledgement_repeats_no_effect(
     kind: str, tmp_path: Path, client: Client, silo: Silo, schema_url: Callable[[], str]
 ):
