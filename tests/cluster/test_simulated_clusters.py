@@ -119,6 +119,7 @@ PLACES = {
 """Functions that gain or lose queues. A silo waits in each of them at some time."""
 
 
+@pytest.mark.hypothesis
 def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
     places = recorded("planned", 6) | recorded("pauses", 3)
     stood = hit(site for way in places.values() for site in way)
