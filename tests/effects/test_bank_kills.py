@@ -2,7 +2,7 @@
 
 Each transfer publishes an event through the outbox. A second subscription applies these exactly once, too.
 
-`make test` kills 12 times in all. `make chaos` kills more often: CHAOS_KILLS says how often. CHAOS_SEED repeats a run.
+`make test` kills 20 times in all. `make chaos` kills more often: CHAOS_KILLS says how often. CHAOS_SEED repeats a run.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.cli.forking import Process, forking
 from tests.effects.databases import UserDatabase, user_database
 from tests.servers import PostgresServer, new_schema
 
-KILLS = int(os.environ.get("CHAOS_KILLS", "5"))
+KILLS = int(os.environ.get("CHAOS_KILLS", "8"))
 """Of the silo, for each database."""
 SERVER_KILLS = max(KILLS // 2, 1)
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1 << 32)))
