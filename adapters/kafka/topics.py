@@ -152,10 +152,9 @@ class KafkaTopics:
     async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """Return the retained offsets of partitions. The end is that of committed records."""
         asked_partitions = [TopicPartition(topic, partition) for partition in partitions]
-        first, following = await asyncio.gather(
-            self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.earliest())),
-            self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.latest())),
-        )
+        # One after the other: if one of two at a time failed, the other one would go on without an owner.
+        first = await self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.earliest()))
+        following = await self._offsets(dict.fromkeys(asked_partitions, OffsetSpec.latest()))
         if any(offset < 0 for offset in (*first.values(), *following.values())):
             raise StorageError(f"the offsets of topic {topic!r} cannot be read: the brokers do not know them yet")
         return {partition: Bounds(first[partition], following[partition]) for partition in first}

@@ -34,8 +34,10 @@ class Uvicorn:
 
     def start(self) -> None:
         with self._log.open("wb") as log:
+            # Buffered: else a line is several writes, and those of the application and of uvicorn mix.
+            environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": ""}
             self.process = subprocess.Popen(
-                self._command, cwd=self.directory, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT,
+                self._command, cwd=self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT,
                 pass_fds=[self._socket.fileno()], start_new_session=True,
             )  # fmt: skip
 
