@@ -82,7 +82,9 @@ quick-tests:
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(FEW) -m "not slow and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
-	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)
+	# Two processes: one of them waits for twenty minutes for an alert of Prometheus.
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 \
+	  $(BIN)/pytest --numprocesses 2 --dist loadfile -m "slow or hypothesis" $(PYTEST_ARGS)
 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 by default
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import pytest_asyncio
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from headrace import (
@@ -163,7 +163,7 @@ def test_a_pattern_covers_the_streams_that_its_selector_selects(several: list[st
 
 
 @given(patterns, texts("*", "?"), st.sampled_from(["k", "*", "?"]))
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.filter_too_much])
 def test_an_allowed_selector_matches_no_namespace_that_is_not_granted(several: list[str], namespace: str, key: str):
     principal, selector = granted(*several), f"{namespace}/{key}"
     assume(principal.allows_selector(SUBSCRIBE, selector))
@@ -172,7 +172,7 @@ def test_an_allowed_selector_matches_no_namespace_that_is_not_granted(several: l
 
 
 @given(pattern_texts, texts("*", "?"))
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.filter_too_much])
 def test_a_selector_refused_under_one_pattern_matches_something_that_is_not_granted(pattern: str, namespace: str):
     principal, selector = granted(pattern), f"{namespace}/*"
     assume(not principal.allows_selector(SUBSCRIBE, selector))
