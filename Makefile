@@ -37,6 +37,7 @@ GATE        ?= --randomly-seed=1
 # A test that fails beside the others, and not alone, fails the run no more; it is still a bug.
 AGAIN       ?= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest --last-failed --last-failed-no-failures=none --maxfail=5 -v $(GATE) -m "not slow"
 SIM_ARGS    ?=
+HEADRACE_TESTS_IN_MEMORY ?= 1
 
 .PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel wheels clean
 
@@ -63,7 +64,8 @@ types: $(STAMPS)/test ## pyright, strict
 
 pytest: $(STAMPS)/test $(STAMPS)/compiled ## the tests alone; PYTEST_ARGS chooses
 	# A process finds the tests compiled that another one has compiled.
-	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS) || \
+	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 HEADRACE_TESTS_IN_MEMORY=$(HEADRACE_TESTS_IN_MEMORY) \
+	  $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS) || \
 	  { test $$? = 1 && echo "Failed tests once more, one after the other:" && $(AGAIN); }
 
 quick: ## after make dev: lint, types and tests of one folder, but the random ones and second ways, as in make quick FOLDER=balancer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
@@ -27,7 +28,9 @@ async def open_adapter(name: str, context: AdapterContext, options: Mapping[str,
     return await factory(context, options)
 
 
+@cache
 def _find(name: str) -> AdapterFactory:
+    """Found once: the search reads the metadata of all installed packages."""
     for entry in entry_points(group=GROUP, name=name):
         try:
             return cast(AdapterFactory, entry.load())

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 
+from tests import memory_folder
 from tests.random_examples import PROFILE, examples
 
 # A shell without job control makes its background processes ignore interrupts: every process here would ignore them.
@@ -62,8 +63,9 @@ settings.load_profile(PROFILE)
 
 LONGEST = (
     "tests/spark",
-    "tests/silo/services/test_consumer.py",
+    "tests/adapters/kafka/test_conformance_kafka.py",
     "tests/adapters/kafka",
+    "tests/silo/services/test_consumer.py",
     "tests/silo/test_gateway.py",
     "tests/cli/test_workers.py",
     "tests/examples/test_other_languages.py",
@@ -139,15 +141,23 @@ class WorkQueue(OrderedDict[str, dict[str, bool]]):
 
 
 class FileScheduling(LoadFileScheduling):
-    """One process runs all tests of a file, and one process all tests of each of `FOLDERS_OF_ONE_PROCESS`."""
+    """One process runs all tests of a file, and one process all tests of each of `FOLDERS_OF_ONE_PROCESS` but those in
+    the files of `LONGEST`."""
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
         self.workqueue = WorkQueue()
 
     def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        if file in LONGEST:
+            return file
         folders = (folder for folder in FOLDERS_OF_ONE_PROCESS if nodeid.startswith(f"{folder}/"))
-        return next(folders, None) or super()._split_scope(nodeid)
+        return next(folders, file)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    memory_folder.use(config)
 
 
 @pytest.hookimpl(wrapper=True)
