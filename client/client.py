@@ -167,7 +167,7 @@ class Client(ConsumingClient):
         publishing = self._publishing
         deadline = await publishing.wait_for_space() if publishing.full else None
         if type(events) is bytes and delay is None and priority is None:
-            batches = [EventBatch.of(stream, [events], None, trace)]
+            batches = [EventBatch.of_payload(stream, events, trace)]
         else:
             batches = encoded(stream, scheduled(listed(stream, events, self.codecs), delay, priority), trace)
         receipts = await publishing.publish(batches, deadline)

@@ -71,7 +71,7 @@ class EventPublisher(QueuePositions):
         number = self.publishing.begin()
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
-                batch = EventBatch.of(stream, [events], None, trace)
+                batch = EventBatch.of_payload(stream, events, trace)
                 receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
                 self.published_events += 1
                 self.published_bytes += len(batch.encoded)

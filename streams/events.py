@@ -135,6 +135,13 @@ class EventBatch:
         return cls(stream, encoded, len(items))
 
     @classmethod
+    def of_payload(cls, stream: StreamId, payload: bytes, trace: bytes = b"") -> EventBatch:
+        """Like `of` with one payload, for callers that have checked both types. Raises PayloadTooLarge."""
+        if len(payload) > MAX_EVENT_BYTES:
+            _check_size(stream, len(payload))
+        return cls(stream, layout.write_one(stream.prefix, payload, clock.now_us(), trace), 1)
+
+    @classmethod
     def decode(cls, encoded: bytes, offset: int = 0) -> EventBatch:
         """Read an encoded batch whose stream is not known, and check all of it.
 
