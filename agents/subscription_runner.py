@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from weakref import WeakValueDictionary
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.progress import SubscriptionAttachment
@@ -28,9 +30,13 @@ class SubscriptionRunner:
         """Called with the name of a subscription that another process took over, once it is not served here."""
         self.may_serve: Callable[[str], Awaitable[bool]] = self._is_in_cluster
         """Whether this process may go on with a subscription that another process moved: no other one serves it."""
+        self.moving: dict[str, DeliveryService] = {}
+        """The services of subscriptions that are stopped for a moment, to go on from another position."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """By subscription. A lock lives while a task holds it or waits for it."""
 
     async def serve(
         self,
@@ -56,7 +62,7 @@ class SubscriptionRunner:
         return await self._store.attach(self._state.provider, name, exclusive=self._state.leases is None)
 
     def _check_unserved(self, name: str) -> None:
-        if name in self._state.served:
+        if name in self._state.served or name in self.moving:
             raise Busy(f"subscription {name!r} is already served by this process")
 
     def _deliver(
@@ -66,44 +72,65 @@ class SubscriptionRunner:
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
         """Go on from other positions. If the store fails, raise its error, and go on from the former ones."""
-        await self._agents_settled()
-        served = self.serving(name)
-        self._state.remove(name)
-        here = await self._detach(served, drain_s)
-        attachment = SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
-        try:
-            if served.service.stored:
-                async with self._checkpointer.lock:
-                    await self._store.seek(self._state.provider, name, positions, reason)
-                    attachment = await self._attachment(name)
-            else:
-                attachment = SubscriptionAttachment(
-                    served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1
-                )
-        finally:
-            self._deliver(served.definition, served.service, attachment)
+        async with self._changed(name) as served:
+            with self._stopped(served):
+                here = await self._detach(served, drain_s)
+                attachment = SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
+                try:
+                    if served.service.stored:
+                        async with self._checkpointer.lock:
+                            await self._store.seek(self._state.provider, name, positions, reason)
+                            attachment = await self._attachment(name)
+                    else:
+                        attachment = SubscriptionAttachment(
+                            served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1
+                        )
+                finally:
+                    self._deliver(served.definition, served.service, attachment)
 
     async def restart(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
         """Go on from earlier positions, as after a crash that lost all later progress. Running handlers are cancelled.
         In contrast to `move`, the generation stays. For tests. Raises NotFound if it is not served here."""
-        await self._agents_settled()
-        served = self.serving(name)
-        self._state.remove(name)
-        await self._detach(served, 0.0)
-        attachment = await self._attachment(name)
-        checkpoints = {**attachment.checkpoints, **positions}
-        self._deliver(served.definition, served.service, attachment._replace(checkpoints=checkpoints))
+        async with self._changed(name) as served:
+            with self._stopped(served):
+                await self._detach(served, 0.0)
+                attachment = await self._attachment(name)
+                checkpoints = {**attachment.checkpoints, **positions}
+                self._deliver(served.definition, served.service, attachment._replace(checkpoints=checkpoints))
 
     async def withdraw(self, name: str, drain_s: float) -> ServedSubscription:
         """Stop serving: running handlers have `drain_s` seconds to end, then exactly the progress made is stored.
         Raises NotFound if it is not served here."""
-        await self._agents_settled()
-        served = self.serving(name)
+        async with self._changed(name) as served:
+            self._state.remove(name)
+            leases = self._state.leases_now()
+            final = await self._detach(served, drain_s)
+            await self._checkpointer.save_withdrawn(served, final, leases)
+            return served
+
+    @asynccontextmanager
+    async def _changed(self, name: str) -> AsyncGenerator[ServedSubscription]:
+        """Wait until no agent and no other call changes the subscription. Raises NotFound if it is not served here."""
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            await self._agents_settled()
+            yield self.serving(name)
+
+    @contextmanager
+    def _stopped(self, served: ServedSubscription) -> Generator[None]:
+        """Stop a subscription for the length of a `with`. No other service takes its place meanwhile."""
+        name = served.definition.name
         self._state.remove(name)
-        leases = self._state.leases_now()
-        final = await self._detach(served, drain_s)
-        await self._checkpointer.save_withdrawn(served, final, leases)
-        return served
+        self.moving[name] = served.service
+        try:
+            yield
+        finally:
+            if self.moving.get(name) is served.service:
+                del self.moving[name]
+
+    def give_up(self, name: str) -> None:
+        """Do not attach a subscription again that another process moved: it is closed."""
+        self.moving.pop(name, None)
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
         """Stop all its deliveries. Return exactly the progress made."""
@@ -145,17 +172,19 @@ class SubscriptionRunner:
         served = self._state.served.get(name)
         if served is None:
             return
-        self._state.remove(name)
-        await self._detach(served, 0.0)
-        for queue in served.deliveries:
-            # Progress may be lost: consumers report all acknowledgements again that are not confirmed.
-            served.service.ended(queue)
-        if not await self.may_serve(name):
-            log.error("subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name)
-        elif await self._attached_again(served):
-            return
-        else:
-            log.info("subscription %r was deleted: it is not served any more", name)
+        with self._stopped(served):  # consumers that come meanwhile join the others
+            await self._detach(served, 0.0)
+            for queue in served.deliveries:
+                # Progress may be lost: consumers report all acknowledgements again that are not confirmed.
+                served.service.ended(queue)
+            if not await self.may_serve(name):
+                log.error(
+                    "subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name
+                )
+            elif await self._attached_again(served):
+                return
+            else:
+                log.info("subscription %r was deleted: it is not served any more", name)
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
+
 from ..agents import Edge, Group, Member, MemberStatistics, taken_over
 from ..streams.background import BackgroundTasks, ticks
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
@@ -212,6 +214,13 @@ class ConsumerGroups:
         group = self._groups.get(name)
         member = None if group is None else group.members.get(consumer)
         return None if group is None or member is None else AttachedConsumer(group, member)
+
+    def joined(self, name: str, consumer: str) -> SubscriptionDefinition | None:
+        """Return the subscription called `name` if the consumer is attached to it here, else None."""
+        for group in (self._groups.get(name), self._groups.get(f"{name}{CONSUMER_SEPARATOR}{consumer}")):
+            if group is not None and consumer in group.members:
+                return replace(group.definition, name=name)
+        return None
 
     def members(self, definition: SubscriptionDefinition) -> Sequence[MemberStatistics]:
         """The attached consumers of a subscription."""

@@ -122,18 +122,21 @@ class ClusterGateways:
         by_owner: dict[str, list[pb.QueueReport]] = {}
         ends_at = asyncio.get_running_loop().time() + VIEW_S
         for report in reports:
-            owner = await self._owner(target.provider.name, report, ends_at)
+            owner = await self._owner(target.key, report, ends_at)
             by_owner.setdefault(owner, []).append(report)
         answers = await asyncio.gather(*(self._report_to(owner, target, each) for owner, each in by_owner.items()))
         return [refusal for answer in answers for refusal in answer]
 
-    async def _owner(self, provider: str, report: pb.QueueReport, ends_at: float) -> str:
-        """Return the owner of a report's queue, "" if it has none. If the report has a newer epoch than this silo has
-        heard of, wait for the next view of the cluster, until `ends_at`."""
-        loop, owner = asyncio.get_running_loop(), self.placements.owner(provider, report.queue)
+    async def _owner(self, key: ConsumerKey, report: pb.QueueReport, ends_at: float) -> str:
+        """Return the owner of a report's queue, "" if it has none. If the report has a newer epoch than this silo and
+        the consumer's sessions have heard of, wait for the next view of the cluster, until `ends_at`."""
+        loop, owner = asyncio.get_running_loop(), self.placements.owner(key.provider, report.queue)
         while owner.epoch < report.epoch and loop.time() < ends_at:
+            in_session = self.pulls.owner(key, report.queue)
+            if in_session is not None and in_session.epoch >= report.epoch:
+                return in_session.silo
             await asyncio.sleep(VIEW_CHECK_S)
-            owner = self.placements.owner(provider, report.queue)
+            owner = self.placements.owner(key.provider, report.queue)
         return owner.silo
 
     async def _report_to(

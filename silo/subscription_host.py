@@ -95,7 +95,7 @@ class SubscriptionHost(QueuePositions):
         Raises Busy if this process serves it already, or, unless `stands_by`, another process does.
         """
         name = definition.name
-        if name in self.manager.served or name in self.standby.waiting or name in self._starting:
+        if self.service_of(name) is not None or name in self._starting:
             hint = "use another name, or close the other subscription first"
             raise Busy(f"subscription {name!r} is already served by this process", hint=hint)
         self._starting.add(name)
@@ -155,6 +155,7 @@ class SubscriptionHost(QueuePositions):
                 served = await self.manager.subscriptions.withdraw(name, drain_s)
                 await served.service.completed(drain_s)
             except NotFound:  # this process does not serve it, or not any longer
+                self.manager.subscriptions.give_up(name)
                 if not delete:
                     raise
             if delete:
@@ -168,7 +169,7 @@ class SubscriptionHost(QueuePositions):
     def service_of(self, name: str) -> DeliveryService | None:
         """The service of a subscription that this process serves or for which it stands by; None for another one."""
         found = self.manager.served.get(name) or self.standby.waiting.get(name)
-        return None if found is None else found.service
+        return self.manager.subscriptions.moving.get(name) if found is None else found.service
 
     async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.

@@ -73,9 +73,9 @@ class ConsumerService:
         visible: VisibleBounds,
         gateways: Gateways | None = None,
     ) -> None:
-        self._targets = ConsumerTargets(providers, consumers, visible)
         self._gateways = gateways
         self._pulls = PullingConsumers(partial(_OwnSessions, self.subscribe)) if gateways is None else gateways.pulls
+        self._targets = ConsumerTargets(providers, consumers, visible, self._pulls.subscription)
 
     async def aclose(self) -> None:
         await self._pulls.aclose()

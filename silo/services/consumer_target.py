@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.methods import ServiceCall, check_fields
 from ...store.rows import checkpoint_of_token, position_token
 from ...streams import wire
-from ...streams.errors import InvalidArgument
+from ...streams.errors import InvalidArgument, StorageError
 from ...streams.identity import SequenceToken
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
 from ..consumer_groups import ConsumerGroups
@@ -19,6 +19,8 @@ from ..provider_core import ProviderCore
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
 from .visible import VisibleBounds
 
+MAX_REMEMBERED = 1000
+"""The most subscriptions that are remembered in case that the store is away."""
 LOST_END = "the position is past the end of its queue, which has lost it or is another one"
 
 
@@ -75,12 +77,22 @@ def session_open(
 
 
 class ConsumerTargets:
-    """Finds the targets of requests. `consumers` are the silo's, by provider."""
+    """Finds the targets of requests. `consumers` are the silo's, by provider. `pulled` returns the subscription of a
+    consumer that pulls from this silo, None for others."""
 
-    def __init__(self, providers: Providers, consumers: Mapping[str, ConsumerGroups], visible: VisibleBounds) -> None:
+    def __init__(
+        self,
+        providers: Providers,
+        consumers: Mapping[str, ConsumerGroups],
+        visible: VisibleBounds,
+        pulled: Callable[[ConsumerKey], SubscriptionDefinition | None],
+    ) -> None:
         self._providers = providers
         self._consumers = consumers
         self._visible = visible
+        self._pulled = pulled
+        self._remembered: dict[tuple[str, str], SubscriptionDefinition] = {}
+        """Subscriptions that consumers named, by provider and name; the last used one is at the end."""
 
     async def of_open(self, call: ServiceCall, request: pb.Open) -> ConsumerTarget:
         """Return the target of a session. Create the subscription if the request has its definition."""
@@ -108,9 +120,21 @@ class ConsumerTargets:
     async def _existing(
         self, call: ServiceCall, request: pb.PullRequest | pb.AcknowledgeRequest, timeout_s: float
     ) -> ConsumerTarget:
-        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
-        definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
-        return ConsumerTarget(provider, self._consumers[provider.name], definition, request.consumer, timeout_s)
+        """The store is read only for a consumer that is new here. If it is away, the subscription is as it was."""
+        provider, name = provider_of(call, self._providers, request.provider, TO_CONSUME), request.subscription
+        consumers, key = self._consumers[provider.name], (provider.name, name)
+        known = self._pulled(ConsumerKey(*key, request.consumer)) or consumers.joined(name, request.consumer)
+        try:
+            definition = await subscription_of(call, provider, name, TO_CONSUME, known)
+        except StorageError:
+            if key not in self._remembered:
+                raise
+            definition = await subscription_of(call, provider, name, TO_CONSUME, self._remembered[key])
+        self._remembered.pop(key, None)
+        self._remembered[key] = definition
+        if len(self._remembered) > MAX_REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+        return ConsumerTarget(provider, consumers, definition, request.consumer, timeout_s)
 
 
 async def _definition(call: ServiceCall, provider: ProviderCore, request: pb.Open) -> SubscriptionDefinition:

@@ -33,14 +33,19 @@ def provider_of(call: ServiceCall, providers: Providers, name: str, permissions:
 
 
 async def subscription_of(
-    call: ServiceCall, provider: ProviderCore, name: str, permissions: tuple[Permission, ...]
+    call: ServiceCall,
+    provider: ProviderCore,
+    name: str,
+    permissions: tuple[Permission, ...],
+    known: SubscriptionDefinition | None = None,
 ) -> SubscriptionDefinition:
-    """Return a subscription. The caller needs one of `permissions` on all streams that it selects.
+    """Return a subscription: `known`, or the one in the store. The caller needs one of `permissions` on all streams
+    that it selects.
 
     Raises PermissionDenied without a permission, with the same text if the subscription does not exist. Raises NotFound
     only if the caller may know all names.
     """
-    definition = await _stored(provider, name)
+    definition = known or await _stored(provider, name)
     try:
         call.principal.require_subscription(permissions, name, definition and definition.selector.pattern)
     except NotFound:  # in the words of the store

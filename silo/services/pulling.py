@@ -19,6 +19,8 @@ from ...server.methods import ServiceCall
 from ...streams.background import end
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
 from ...streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split
+from ...streams.subscriptions import SubscriptionDefinition
+from ..placement import LeaseOwner
 from .consumer_session import MAX_GAPS
 from .consumer_target import ConsumerKey, ConsumerTarget, session_open
 
@@ -61,6 +63,16 @@ class PullingConsumers:
     async def aclose(self) -> None:
         await asyncio.gather(*(each.aclose() for each in list(self._present.values())))
 
+    def subscription(self, key: ConsumerKey) -> SubscriptionDefinition | None:
+        """Return the subscription of a consumer that pulls from this silo; None if it does not."""
+        found = self._present.get(key)
+        return None if found is None else found.definition
+
+    def owner(self, key: ConsumerKey, queue: int) -> LeaseOwner | None:
+        """Return the silo whose session with a consumer that pulls from here serves a queue; None if there is none."""
+        found = self._present.get(key)
+        return None if found is None else found.owner(queue)
+
     async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
         """Return the encoded answer to a `Pull`, also to one that leaves, without refusals. Raises LimitExceeded if
         another call of the consumer waits, or the client has too many consumers."""
@@ -72,11 +84,11 @@ class PullingConsumers:
             await target.consumers.prepare(target.definition, target.consumer, None)
         known = self._present.get(key)  # another call may have come before
         if known is None:
-            known = self._present[key] = self._made(call, key, opening)
+            known = self._present[key] = self._made(call, target, opening)
         return await (known.leave() if request.leave else known.pull(call, request))
 
-    def _made(self, call: ServiceCall, key: ConsumerKey, opening: pb.Open) -> PullingConsumer:
-        client = call.client
+    def _made(self, call: ServiceCall, target: ConsumerTarget, opening: pb.Open) -> PullingConsumer:
+        client, key = call.client, target.key
         if self._clients[client] >= self._most:
             raise LimitExceeded(f"{self._most:,} consumers of {client} pull already: let some of them leave")
 
@@ -87,13 +99,16 @@ class PullingConsumers:
                 del self._clients[client]
 
         self._clients[client] += 1
-        return PullingConsumer(opening, self._calls_for(call.peer), ended)
+        return PullingConsumer(target.definition, opening, self._calls_for(call.peer), ended)
 
 
 class PullingConsumer(LinkUser):
     """One consumer, as long as it pulls. `on_end` is called when it has ended."""
 
-    def __init__(self, opening: pb.Open, calls: SessionCalls, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, definition: SubscriptionDefinition, opening: pb.Open, calls: SessionCalls, on_end: Callable[[], object]
+    ) -> None:
+        self.definition = definition
         self._on_end = on_end
         self._opening = opening
         self._timeout_s = opening.session_timeout_ms / 1000
@@ -127,6 +142,11 @@ class PullingConsumer(LinkUser):
             self._is_waiting = False
             self._called_at = self._loop.time()
             self._release()
+
+    def owner(self, queue: int) -> LeaseOwner | None:
+        """Return the silo whose session serves a queue; None if there is none."""
+        link = self._router.link_of(queue)
+        return None if link is None else LeaseOwner(link.queues[queue].epoch, link.silo)
 
     async def leave(self) -> bytes:
         """End in order: the silos save the acknowledgements, and other consumers get the events in flight."""

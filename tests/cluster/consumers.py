@@ -322,15 +322,23 @@ class PullingConsumer(ConsumerProcess):
 
     remembers = False
 
+    def __init__(self, world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> None:
+        self.reports_within_s = 0.0
+        """The longest time that a call took which reported results."""
+        super().__init__(world, name, definition)
+
     async def _run(self) -> None:
         client, rng = ConsumingClient(self._transport, PROVIDER, PULL_S), self.world.rng
         done: Pulled | None = None
         while True:
+            began = self.world.now
             try:
                 pulled = await client.pull(
                     self.definition.name, self.name, max_events=min(self._max_events, 20),
                     wait_s=rng.choice((0.0, 0.5, 3.0)), session_timeout_s=TIMEOUT_S, after=done,
                 )  # fmt: skip
+                if done is not None:
+                    self._reported(began)
                 done = await self._process(client, pulled)
             except HeadraceError as error:
                 done = None
@@ -349,8 +357,13 @@ class PullingConsumer(ConsumerProcess):
                 self._settle(batch)
         if self.world.rng.random() < 0.5:
             return pulled
+        began = self.world.now
         await client.acknowledge(pulled)
+        self._reported(began)
         return None
+
+    def _reported(self, began: float) -> None:
+        self.reports_within_s = max(self.reports_within_s, self.world.now - began)
 
     def _settle(self, batch: ReceivedBatch) -> None:
         if self.world.rng.random() < 0.03:

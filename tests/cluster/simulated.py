@@ -16,7 +16,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -52,7 +52,7 @@ from headrace.silo.services.visible import VisibleBounds
 from headrace.silo.subscription_host import SubscriptionHost
 from headrace.store.control_store import ControlStore
 from headrace.streams.backoff import Backoff
-from headrace.streams.cluster import SiloRecord
+from headrace.streams.cluster import ClusterView, SiloRecord
 from headrace.streams.frames import DeliveredBatch, split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
@@ -172,6 +172,36 @@ class WatchedStore:
         epoch: int = await self._store.seek(provider, name, positions, reason)
         self._model.seeks(name, positions)
         return epoch
+
+
+class WatchedMembers:
+    """Knows when each silo has sent a heartbeat, by a clock that nobody sets."""
+
+    def __init__(self, store: Any, world: "SimulatedCluster") -> None:
+        self._store = store
+        self._world = world
+        self._heard_at: dict[tuple[str, int], float] = {}
+        """By name and incarnation."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def join(self, *args: Any, **options: Any) -> SiloRecord:
+        me: SiloRecord = await self._store.join(*args, **options)
+        self._heard_at[me.name, me.incarnation] = self._world.now
+        return me
+
+    async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView:
+        view: ClusterView = await self._store.beat(me, lease_s)
+        self._heard_at[me.name, me.incarnation] = self._world.now
+        return view
+
+    async def suspect(self, me: SiloRecord, suspect: SiloRecord, peers: Collection[str]) -> bool:
+        is_dead: bool = await self._store.suspect(me, suspect, peers)
+        silent_s = self._world.now - self._heard_at[suspect.name, suspect.incarnation]
+        if is_dead and silent_s < (1 - CLOCKS) * self._world.options.dead_after_s:
+            self._world.problem(f"{suspect.name} is declared dead {silent_s:.3f} s after a heartbeat")
+        return is_dead
 
 
 class SimulatedHost(SubscriptionHost):
@@ -496,7 +526,7 @@ class SimulatedCluster(Simulation):
         self.shelf = SimulatedQueues(self.queues, rng)
         store: Any = await ControlStore.open("memory") if self.real else MemoryStore()
         self.store = WatchedStore(store, self.model)
-        self.leases = store.cluster(self._store_us)
+        self.leases = WatchedMembers(store.cluster(self._store_us), self)
         for name in ("one", "two")[: rng.choice((1, 2))]:
             await self.subscribe(name)
 
@@ -549,7 +579,7 @@ class SimulatedCluster(Simulation):
             return
         gap_s = min(gaps_s)
         self.unsaved_s = max(self.unsaved_s, gap_s)
-        if gap_s > self.save_within_s:
+        if gap_s > self.save_within_s + getattr(did.who, "reports_within_s", 0.0):
             self.problem(f"{what} comes again, and was done {gap_s:.3f} s before anything was killed or lost")
 
     @property

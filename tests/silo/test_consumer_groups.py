@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import Busy, LimitExceeded, Mode, Provider, Selector
+from headrace import Busy, Event, LimitExceeded, Mode, Provider, Selector
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.streams.subscriptions import SubscriptionDefinition
 
@@ -87,3 +87,52 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
         assert isinstance(failed, Busy)
         assert [place.member.id for place in others if isinstance(place, AttachedConsumer)] == ["c1", "c2"]
         assert at_once == [0, 1]
+
+
+@asynccontextmanager
+async def moving(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[asyncio.Task[None]]:
+    """A seek of subscription "s", which waits for the store for the length of an `async with`."""
+    seek, begun, goes_on = provider.store.seek, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any) -> int:
+        begun.set()
+        await goes_on.wait()
+        return await seek(*arguments)
+
+    monkeypatch.setattr(provider.store, "seek", slow)
+    task = asyncio.create_task(provider.seek("s", "earliest"))
+    await begun.wait()
+    yield task
+    goes_on.set()
+    await task
+
+
+async def test_a_consumer_joins_its_group_while_the_subscription_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        first = await served.join(definition, "a", 10.0)
+        async with moving(provider, monkeypatch):
+            second = await served.join(definition, "b", 10.0)
+        assert second.group is first.group
+        assert [*first.group.members] == ["a", "b"]
+
+
+async def test_a_subscription_that_moves_can_be_closed_and_not_served_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(event: Event) -> None: ...
+
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        subscription = await provider.subscribe("s", "n/*", handler)
+        async with moving(provider, monkeypatch):
+            with pytest.raises(Busy, match="already served by this process"):
+                await provider.subscribe("s", "n/*", handler)
+            closing = asyncio.create_task(subscription.close())
+            await asyncio.sleep(0.01)
+            assert not closing.done()
+        await closing
+        assert not provider.manager.served
+        await provider.subscribe("s", "n/*", handler)

@@ -15,6 +15,7 @@ from headrace.proto.v1 import cluster_pb2, subscriptions_pb2
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.services.pulling import pull_wait_s
+from headrace.streams.errors import StorageError
 from headrace.streams.events import Event
 from tests.serving import mostly_by_one_silo, serving
 from tests.silo.services.calling import (
@@ -1042,6 +1043,26 @@ async def test_pull_returns_the_events_and_acknowledge_ends_them(caller: Caller)
     assert await acknowledge(caller, events) == []
     assert [each.index for each in await acknowledge(caller, events[:1])] == [0]
     assert not (await pull(caller, wait_ms=1)).batches
+
+
+@pytest.mark.parametrize("mode", [subscriptions_pb2.MODE_SHARED, BROADCAST])
+async def test_who_pulls_goes_on_while_the_control_store_is_away(
+    silo: Silo, caller: Caller, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True), mode=mode)
+    await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"), batch("n/k", b"2"))
+    (first,) = await pull_events(caller, max_events=1)
+
+    async def away(*_: object) -> None:
+        raise StorageError("the store cannot be reached")
+
+    for provider in silo.providers.values():
+        monkeypatch.setattr(provider.store, "subscription", away)
+    with pytest.raises(Refused, match="cannot be reached"):
+        await pull(caller, "new")
+    (second,) = await pull_events(caller, max_events=1, reports=reports([first]))
+    assert await acknowledge(caller, [second]) == []
+    assert [event.payload for event in await pull_events(caller)] == [b"2"]
 
 
 async def test_pull_acknowledges_events_of_an_earlier_pull(caller: Caller) -> None:

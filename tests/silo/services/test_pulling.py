@@ -8,8 +8,11 @@ from typing import Any, cast
 import pytest
 
 from headrace import LimitExceeded
+from headrace.agents import SendBudget
 from headrace.client.routing import SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.silo.gateway import ClusterGateways
+from headrace.silo.placement import LeaseOwner
 from headrace.silo.services.consumer_target import ConsumerKey
 from headrace.silo.services.pulling import PullingConsumers
 from tests.client.fake_silos import FakeSilos
@@ -49,13 +52,16 @@ class Pulls:
         self.silo = silos["a"]
         self.consumers = PullingConsumers(lambda _: silos, most)
 
-    async def pull(self, consumer: str = "c", client: str = "client", **fields: Any) -> pb.PullResponse:
-        target = SimpleNamespace(
+    def target(self, consumer: str = "c") -> Any:
+        return SimpleNamespace(
             provider=SimpleNamespace(name="p"), definition=SimpleNamespace(name="s"), consumer=consumer, timeout_s=0.0,
             consumers=Groups(), key=ConsumerKey("p", "s", consumer),
         )  # fmt: skip
+
+    async def pull(self, consumer: str = "c", client: str = "client", **fields: Any) -> pb.PullResponse:
+        target = self.target(consumer)
         request = pb.PullRequest(subscription="s", consumer=consumer, **fields)
-        answer = await self.consumers.pull(cast("Any", PullCall(client)), request, cast("Any", target))
+        answer = await self.consumers.pull(cast("Any", PullCall(client)), request, target)
         return pb.PullResponse.FromString(answer)
 
 
@@ -122,4 +128,34 @@ async def test_a_client_has_a_bounded_number_of_consumers_that_pull() -> None:
     await pulls.pull("c3", client="other")
     await pulls.pull("c2", leave=True)
     await pulls.pull("c4")
+    await pulls.consumers.aclose()
+
+
+class OldView:
+    """The cluster, as a silo sees it that cannot read the store: the former owner of each queue is the owner."""
+
+    def __init__(self) -> None:
+        self.placements = self
+        self.called: list[str] = []
+
+    def owner(self, provider: str, queue: int) -> LeaseOwner:
+        return LeaseOwner(1, "b")
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        self.called.append(silo)
+        return b""
+
+
+@virtual_time
+async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
+    pulls, cluster = Pulls(), OldView()
+    gateways = ClusterGateways(cast("Any", cluster), SendBudget())
+    gateways.pulls = pulls.consumers
+    await pulls.pull()
+    pulls.silo.session.send_status(0, SERVED, epoch=2)
+    await asyncio.sleep(1)
+    began = asyncio.get_running_loop().time()
+    assert await gateways.report(pulls.target(), [pb.QueueReport(queue=0, epoch=2)]) == []
+    assert cluster.called == ["a"]
+    assert asyncio.get_running_loop().time() == began
     await pulls.consumers.aclose()
