@@ -68,6 +68,7 @@ PATCHING = {
     "tests/cluster/simulated.py": "intervals and names that its processes share",
     "tests/effects/test_remote_effects.py": "a wait of 30 s",
     "tests/silo/services/test_cluster.py": "counts calls of an adapter in a whole silo",
+    "tests/silo/services/test_consumer.py": "a control store that is away",
     "tests/silo/services/test_publisher.py": "counts calls of an adapter in a whole silo",
     "tests/silo/test_consumer_groups.py": "a group and a provider that fail once",
     "tests/silo/test_gateway.py": "clients in the silo's process that call it as remote ones do",
