@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..agents import Edge, Group, Member, MemberStatistics, taken_over
 from ..streams.background import BackgroundTasks, ticks
-from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
+from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotFound, NotSupported
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
@@ -206,7 +206,8 @@ class ConsumerGroups:
         """End the group of a consumer that keeps its position or kept it until now. It joins again with positions."""
         consumer = name.partition(CONSUMER_SEPARATOR)[2]
         group.dissolve(Fenced(f"another connection took over consumer {consumer!r}: give each an id of its own"))
-        await self._provider.withdraw(name, 0.0)
+        with suppress(NotFound):  # it ends at the moment
+            await self._provider.withdraw(name, 0.0)
 
     def find(self, definition: SubscriptionDefinition, consumer: str) -> AttachedConsumer | None:
         """Return a consumer and its group; None if it is not attached."""

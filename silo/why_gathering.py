@@ -230,7 +230,7 @@ class _Gathering:
         self._gaps: Sequence[GapRecord] = ()
 
     async def load(self, queues: Sequence[int]) -> None:
-        """Read what the control store has about the subscription. What it does not answer in time is left out."""
+        """Read what the control store has about the subscription. Facts that do not come in time are left out."""
         if not self._matches or not self._store_answers:
             return
         store, provider, name = self._provider.store, self._provider.name, self._definition.name

@@ -20,6 +20,7 @@ from tests.cluster.planted import BUGS, planted
 from tests.cluster.simulated import KINDS, SimulatedCluster, simulate
 from tests.cluster.sweep import KINDS as SWEPT
 from tests.cluster.sweep import Crash, Way, awaits, chosen, crash_of, crashed, hit, recorded
+from tests.simulation.virtual_time import NoTimePassesError
 
 Case = tuple[str, int] | Crash
 AT_ONCE = 8
@@ -37,8 +38,11 @@ class Outcome(NamedTuple):
 
 
 def outcome(case: Case, *, bug: str | None = None) -> Outcome:
-    with planted(bug) if bug else nullcontext():
-        world = _again(case)
+    try:
+        with planted(bug) if bug else nullcontext():
+            world = _again(case)
+    except NoTimePassesError as error:
+        return Outcome(case, [str(error)], 0, 0.0, frozenset())
     found = Outcome(case, world.problems[:1], world.model.handed, world.unsaved_s, frozenset(world.crashed_at))
     del world
     if next(_outcomes_here) % AT_ONCE == 0:

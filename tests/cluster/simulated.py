@@ -415,10 +415,13 @@ class Silo:
 
     def sends(self, member: Member, delivered: DeliveredBatch) -> None:
         """To a member of a group."""
-        name, one = next(
+        served = (
             (name, one) for name, one in self.manager.served.items()
             if isinstance(one.service, Group) and one.service.members.get(member.id) is member
         )  # fmt: skip
+        name, one = next(served, ("", None))
+        if one is None:
+            return  # its subscription moves, and its deliveries stop
         queue, offset = delivered.queue, delivered.batch.offset
         delivery = one.deliveries.get(queue)
         if delivery is None or delivery.generation < self.world.model.generations[name]:
