@@ -30,7 +30,7 @@ async def open_adapter(name: str, context: AdapterContext, options: Mapping[str,
 
 @cache
 def _find(name: str) -> AdapterFactory:
-    """Found once: the search reads the metadata of all installed packages."""
+    """Return an adapter's factory. Cached, because the search reads the metadata of all installed packages."""
     for entry in entry_points(group=GROUP, name=name):
         try:
             return cast(AdapterFactory, entry.load())

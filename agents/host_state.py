@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..adapters.receiving import Gap
@@ -49,10 +49,16 @@ class HostState:
         self._stopped: set[int] = set()
         self.stopped: AbstractSet[int] = self._stopped
         """Queues whose agents were stopped, until they are started again."""
+        self._leaving: set[int] = set()
+        """Queues that are given back: their agents stop, and their leases are not over yet."""
         self._terms: dict[int, LeaseTerm] = {}
         """Terms of the leases by queue."""
         self.changing = asyncio.Lock()
         """Held while agents stop and start. A call that stops a subscription meanwhile waits for their progress."""
+        self.paused: dict[str, ServedSubscription] = {}
+        """Subscriptions that are stopped for a moment: by a move, or because another process moved them."""
+        self.changes: set[asyncio.Future[None]] = set()
+        """Calls that close a subscription or move its position now. A queue is given back after them."""
         self.background = BackgroundTasks()
         """Ended when the manager is closed, before the agents."""
         self.recorder = recorder
@@ -122,7 +128,7 @@ class HostState:
 
     def reads(self, queue: int) -> bool:
         """Whether this process reads the queue."""
-        return queue not in self.stopped and (self.leases is None or queue in self.leases)
+        return not (queue in self.stopped or queue in self._leaving) and (self.leases is None or queue in self.leases)
 
     # ---- subscriptions ---------------------------------------------------------------------------------------------
 
@@ -166,12 +172,18 @@ class HostState:
         """The lease of a queue began: read it from the stored checkpoints on."""
         assert self._leases is not None
         self._leases[queue], self._terms[queue] = epoch, term
+        self._leaving.discard(queue)
         self._attach_all(queue)
+
+    def leave(self, queues: Iterable[int]) -> None:
+        """Attach nothing more to queues that are given back."""
+        self._leaving.update(queues)
 
     def lose(self, queue: int) -> None:
         """The lease of a queue ended. Deliveries that have not stopped end at once."""
         assert self._leases is not None
         self._leases.pop(queue, None)
+        self._leaving.discard(queue)
         for served in self.served.values():
             if (delivery := served.end(queue)) is not None:
                 delivery.halt(lost=True)

@@ -19,7 +19,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ..adapters.seam import QueueAdapter
-from ..streams.errors import NotFound
 from .agent import AgentStatistics
 from .cache import CacheLimits
 from .checkpointer import Checkpointer
@@ -91,9 +90,10 @@ class PullingManager:
         """Stop reading, let running handlers end within `drain_s` seconds, and store exactly the progress made."""
         await self.state.background.aclose()
         # A subscription whose progress cannot be stored must not keep the others from stopping in order.
-        ends = [self.subscriptions.withdraw(name, drain_s) for name in [*self.served, *self.subscriptions.moving]]
-        ended = await asyncio.gather(*ends, return_exceptions=True)
-        failures = [end for end in ended if isinstance(end, BaseException) and not isinstance(end, NotFound)]
+        ends = [self.subscriptions.withdraw(name, drain_s) for name in list(self.served)]
+        failures = [
+            end for end in await asyncio.gather(*ends, return_exceptions=True) if isinstance(end, BaseException)
+        ]
         await self.queue_host.aclose()
         await self.recorder.save_gaps()
         if failures:

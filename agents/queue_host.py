@@ -42,6 +42,7 @@ class QueueHost:
         stored. Queues that are stopped already stay so."""
         async with self._state.changing:
             self._state.stop(queues)
+            await self._changes_end(drain_s)
             stopping = [self._stop_agent(queue, drain_s) for queue in queues]
             done = dict(zip(queues, await asyncio.gather(*stopping), strict=True))
             await self._checkpointer.save_stopped(done)
@@ -53,6 +54,11 @@ class QueueHost:
         async with self._state.changing:
             await self._checkpointer.save_unsaved(queues)
             self._state.start(queues)
+
+    async def _changes_end(self, limit_s: float) -> None:
+        """Wait until subscriptions that are closed or moved now have stored their progress, or `limit_s` seconds."""
+        if self._state.changes:
+            await asyncio.wait(set(self._state.changes), timeout=limit_s)
 
     async def _stop_agent(self, queue: int, drain_s: float) -> dict[str, Checkpoint]:
         return await self._state.replace_agent(queue).aclose(drain_s)
@@ -70,7 +76,7 @@ class QueueHost:
             self._checkpointer.drop_unsaved(queue)
             for served in [each for each in state.served.values() if not each.service.stored and queue in each.saved]:
                 await self.on_position_unknown(served.definition.name)
-            here = [served for served in state.served.values() if served.service.stored]
+            here = [each for each in (*state.served.values(), *state.paused.values()) if each.service.stored]
             stored: Mapping[str, Checkpoint] = {}
             if here:
                 stored = await self._store.checkpoints_of_queue(state.provider, queue)
@@ -103,6 +109,8 @@ class QueueHost:
                     lost.set_result(None)
 
     async def _lose_some(self, losing: Mapping[int, float]) -> None:
+        self._state.leave(losing)
+        await self._changes_end(max(losing.values()))
         stopping = [self._stop_agent(queue, drain_s) for queue, drain_s in losing.items()]
         done = dict(zip(losing, await asyncio.gather(*stopping), strict=True))
         await self._checkpointer.save_stopped(done)

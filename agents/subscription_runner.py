@@ -30,11 +30,10 @@ class SubscriptionRunner:
         """Called with the name of a subscription that another process took over, once it is not served here."""
         self.may_serve: Callable[[str], Awaitable[bool]] = self._is_in_cluster
         """Whether this process may go on with a subscription that another process moved: no other one serves it."""
-        self.moving: dict[str, DeliveryService] = {}
-        """The services of subscriptions that are stopped for a moment, to go on from another position."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
+        self.paused: Mapping[str, ServedSubscription] = state.paused
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """By subscription. A lock lives while a task holds it or waits for it."""
 
@@ -62,7 +61,7 @@ class SubscriptionRunner:
         return await self._store.attach(self._state.provider, name, exclusive=self._state.leases is None)
 
     def _check_unserved(self, name: str) -> None:
-        if name in self._state.served or name in self.moving:
+        if name in self._state.served or name in self.paused:
             raise Busy(f"subscription {name!r} is already served by this process")
 
     def _deliver(
@@ -71,66 +70,111 @@ class SubscriptionRunner:
         self._state.serve(ServedSubscription(definition, service, attachment))
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
-        """Go on from other positions. If the store fails, raise its error, and go on from the former ones."""
-        async with self._changed(name) as served:
-            with self._stopped(served):
-                here = await self._detach(served, drain_s)
-                attachment = SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
-                try:
-                    if served.service.stored:
-                        async with self._checkpointer.lock:
-                            await self._store.seek(self._state.provider, name, positions, reason)
-                            attachment = await self._attachment(name)
-                    else:
-                        attachment = SubscriptionAttachment(
-                            served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1
-                        )
-                finally:
-                    self._deliver(served.definition, served.service, attachment)
+        """Go on from other positions. If the store fails, raise its error, and go on from the former ones.
+
+        A caller that is cancelled ends the subscription: run this in a task. Raises NotFound if it is not served here.
+        """
+        async with self._paused(name) as served:
+            leases = self._state.leases_now()
+            here = await self._detach(served, drain_s)
+            try:
+                attachment = await self._moved(served, here, positions, reason)
+            except BaseException:
+                self._deliver(served.definition, served.service, self._former(served, here, leases))
+                raise
+            self._deliver(served.definition, served.service, attachment)
+
+    async def _moved(
+        self,
+        served: ServedSubscription,
+        here: Mapping[int, Checkpoint],
+        positions: Mapping[int, Checkpoint],
+        reason: str,
+    ) -> SubscriptionAttachment:
+        """Store the positions, and return from where the subscription goes on. `here` is the progress made here."""
+        name = served.definition.name
+        if not served.service.stored:
+            return SubscriptionAttachment(served.epoch, {**served.saved, **here, **positions}, served.generation + 1)
+        async with self._checkpointer.lock:
+            await self._store.seek(self._state.provider, name, positions, reason)
+            return await self._attachment(name)
+
+    def _former(
+        self, served: ServedSubscription, here: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
+    ) -> SubscriptionAttachment:
+        """Return from where the subscription goes on if it was not moved. For queues that this process did not have all
+        the time since `leases`, that is the stored progress, not the progress made here."""
+        now = self._state.leases
+        if leases is not None and now is not None:
+            here = {queue: each for queue, each in here.items() if leases.get(queue) == now.get(queue)}
+        return SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
 
     async def restart(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
         """Go on from earlier positions, as after a crash that lost all later progress. Running handlers are cancelled.
         In contrast to `move`, the generation stays. For tests. Raises NotFound if it is not served here."""
-        async with self._changed(name) as served:
-            with self._stopped(served):
-                await self._detach(served, 0.0)
-                attachment = await self._attachment(name)
-                checkpoints = {**attachment.checkpoints, **positions}
-                self._deliver(served.definition, served.service, attachment._replace(checkpoints=checkpoints))
+        async with self._paused(name) as served:
+            await self._detach(served, 0.0)
+            attachment = await self._attachment(name)
+            checkpoints = {**attachment.checkpoints, **positions}
+            self._deliver(served.definition, served.service, attachment._replace(checkpoints=checkpoints))
 
     async def withdraw(self, name: str, drain_s: float) -> ServedSubscription:
         """Stop serving: running handlers have `drain_s` seconds to end, then exactly the progress made is stored.
         Raises NotFound if it is not served here."""
-        async with self._changed(name) as served:
+        async with self._exclusive(name) as served:
             self._state.remove(name)
             leases = self._state.leases_now()
             final = await self._detach(served, drain_s)
             await self._checkpointer.save_withdrawn(served, final, leases)
             return served
 
+    async def settled(self, name: str) -> ServedSubscription:
+        """Return a subscription after the calls that move or close it now. Raises NotFound if it is not served here."""
+        async with self._exclusive(name) as served:
+            return served
+
     @asynccontextmanager
-    async def _changed(self, name: str) -> AsyncGenerator[ServedSubscription]:
-        """Wait until no agent and no other call changes the subscription. Raises NotFound if it is not served here."""
+    async def _exclusive(self, name: str) -> AsyncGenerator[ServedSubscription]:
+        """Keep the other calls that move or close the subscription out for the length of an `async with`, and queues
+        from being given back. Raises NotFound if it is not served here."""
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             await self._agents_settled()
-            yield self.serving(name)
+            change = asyncio.get_running_loop().create_future()
+            self._state.changes.add(change)
+            try:
+                yield self.serving(name)
+            finally:
+                self._state.changes.discard(change)
+                change.set_result(None)
+
+    @asynccontextmanager
+    async def _paused(self, name: str) -> AsyncGenerator[ServedSubscription]:
+        """As `_exclusive`. Serve the subscription no more, and let no other service take its place meanwhile."""
+        async with self._exclusive(name) as served:
+            with self._stopped(served):
+                yield served
 
     @contextmanager
     def _stopped(self, served: ServedSubscription) -> Generator[None]:
-        """Stop a subscription for the length of a `with`. No other service takes its place meanwhile."""
+        """Serve a subscription no more, and let no other service take its place for the length of a `with`."""
         name = served.definition.name
         self._state.remove(name)
-        self.moving[name] = served.service
+        self._state.paused[name] = served
         try:
             yield
         finally:
-            if self.moving.get(name) is served.service:
-                del self.moving[name]
+            if self._is_paused(served):
+                del self._state.paused[name]
+
+    def _is_paused(self, served: ServedSubscription) -> bool:
+        """Whether it may go on. It may not if it was given up meanwhile."""
+        return self.paused.get(served.definition.name) is served
 
     def give_up(self, name: str) -> None:
-        """Do not attach a subscription again that another process moved: it is closed."""
-        self.moving.pop(name, None)
+        """A subscription is closed or deleted while it is stopped, because another process moved it: do not go on with
+        it, and let another service take its place."""
+        self._state.paused.pop(name, None)
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
         """Stop all its deliveries. Return exactly the progress made."""
@@ -150,7 +194,7 @@ class SubscriptionRunner:
 
     def check_outside(self, name: str) -> None:
         """Raise InvalidArgument if a handler of the subscription is the caller: stopping would wait for it."""
-        served = self._state.served.get(name)
+        served = self._state.served.get(name) or self.paused.get(name)
         if served is not None and any(delivery.runs_here() for delivery in served.deliveries.values()):
             raise InvalidArgument(
                 f"a handler of subscription {name!r} cannot wait until the subscription is closed, moved or deleted: "
@@ -185,6 +229,8 @@ class SubscriptionRunner:
                 return
             else:
                 log.info("subscription %r was deleted: it is not served any more", name)
+            if not self._is_paused(served):
+                return  # its lock is not this service's any more
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
@@ -192,8 +238,8 @@ class SubscriptionRunner:
         """Stop a subscription: the silo gained a queue, and only the consumer knows its position there. The consumer
         must connect again, with that position."""
         served = self.serving(name)
-        self._state.remove(name)
-        await self._detach(served, 0.0)
+        with self._stopped(served):
+            await self._detach(served, 0.0)
         self.on_fenced(name)
         await served.service.fenced(Unavailable(f"the silo of subscription {name!r} has another queue: connect again"))
 
@@ -211,8 +257,9 @@ class SubscriptionRunner:
     async def _attach_again(self, served: ServedSubscription) -> bool:
         name = served.definition.name
         async with self._state.changing:
-            if name in self._state.served:  # another service serves it by now
-                await served.service.fenced(Unavailable(f"subscription {name!r} was moved: connect again"))
+            if not self._is_paused(served):  # it was closed
+                if name in self._state.served:  # another service serves it by now
+                    await served.service.fenced(Unavailable(f"subscription {name!r} was moved: connect again"))
                 return True
             try:
                 attachment = await self._attachment(name)
@@ -220,7 +267,7 @@ class SubscriptionRunner:
                 return False
             if attachment.definition not in (None, served.definition):
                 return False
-            if not await self.may_serve(name):  # it was closed meanwhile
+            if not await self.may_serve(name) or not self._is_paused(served):  # it was closed meanwhile
                 return True
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)

@@ -42,7 +42,9 @@ class SessionStatistics(NamedTuple):
 def check_origin(origin: ProviderOrigin | None) -> ProviderOrigin:
     """Return the origin of a consumer's events. Raises NotSupported if effects cannot be applied to them."""
     if origin is None or not origin.origin:
-        raise NotSupported("effects are for consumers of `subscribe`, and need a silo that tells its provider's id")
+        raise NotSupported(
+            "effects are for batches of `subscribe`, not of `pull`, and need a silo that tells its provider's id"
+        )
     if not origin.shared:
         raise NotSupported(f"subscription {origin.subscription!r} has mode broadcast: effects are for other modes")
     return origin

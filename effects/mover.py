@@ -170,6 +170,7 @@ class OutboxMover:
         self._database = database
         self._target = target
         self._holder = uuid.uuid4().hex
+        self._is_warned = False
         self._slots = asyncio.Semaphore(min(MAX_TRANSACTIONS, database.transactions))
 
     async def run(self) -> None:
@@ -297,6 +298,8 @@ class OutboxMover:
         if row is None or (row.holder not in ("", self._holder) and 0 < row.left_us <= LEASE_US):
             return None
         number = row.number
+        if last < number - (row.ids != _NO_IDS):
+            self._warn_of_others()
         rows: Sequence[Row[int, bytes]] = ()
         if row.ids != _NO_IDS:
             if number <= last:
@@ -313,6 +316,16 @@ class OutboxMover:
             number += bool(ids)
         self._write_lane(connection, lane, number, ids)
         return OutboxRelease(row.producer, number, ids, batches) if ids else None
+
+    def _warn_of_others(self) -> None:
+        """Another queue has got releases of a lane: each mover would bring a part of the streams into its own queue."""
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "the outbox of %r was moved into another queue, too: if another provider has this name, with another "
+                "data directory, each of them gets a part of the events; give each a name of its own",
+                self._target.name,
+            )
 
     def _next(self, connection: Connection, key: dict[str, Any]) -> tuple[list[int], list[EventBatch]]:
         """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused: later batches

@@ -18,7 +18,16 @@ from msgspec.structs import replace
 
 from ..agents import Edge, Group, Member, MemberStatistics, taken_over
 from ..streams.background import BackgroundTasks, ticks
-from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotFound, NotSupported
+from ..streams.errors import (
+    Busy,
+    Fenced,
+    HeadraceError,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    NotSupported,
+    Unavailable,
+)
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
@@ -163,6 +172,9 @@ class ConsumerGroups:
         group = self._groups.get(definition.name)
         service = self._provider.service_of(definition.name)
         if group is not None and service is group:
+            if group.definition != definition:  # this process has not noticed yet that it was deleted
+                self._provider.manager.subscriptions.stop_fenced(definition.name)
+                raise Unavailable(f"subscription {definition.name!r} was created anew: connect again")
             if group.stored and positions is None:
                 return group
             await self._end(definition.name, group)

@@ -27,7 +27,7 @@ from ..streams.frames import DeliveredBatch
 from .placement import ClusterPlacements
 from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
 from .services.consumer_target import ConsumerKey, ConsumerTarget, session_open
-from .services.pulling import PullingConsumers
+from .services.pulling import PullingConsumers, check_definition
 from .services.reports import check_count, following_request, refuse_all
 
 log = logging.getLogger("headrace.silo")
@@ -99,7 +99,7 @@ class ClusterGateways:
         opening = session_open(
             target, positions, concurrent=request.open.concurrent, started_us=request.open.started_us
         )
-        session = GatewaySession(call, opening, self._calls, account)
+        session = GatewaySession(call, target, opening, self._calls, account)
         key = target.key
         former = self._sessions.get(key)
         if former is not None and 0 < opening.started_us < former.started_us:
@@ -110,7 +110,7 @@ class ClusterGateways:
             # Otherwise each could take over the consumer at another silo, and both would end.
             if former is not None:
                 await former.supersede()
-            await session.run(request, target)
+            await session.run(request)
         finally:
             session.is_over.set()
             if self._sessions.get(key) is session:
@@ -128,16 +128,15 @@ class ClusterGateways:
         return [refusal for answer in answers for refusal in answer]
 
     async def _owner(self, key: ConsumerKey, report: pb.QueueReport, ends_at: float) -> str:
-        """Return the owner of a report's queue, "" if it has none. If the report has a newer epoch than this silo and
-        the consumer's sessions have heard of, wait for the next view of the cluster, until `ends_at`."""
-        loop, owner = asyncio.get_running_loop(), self.placements.owner(key.provider, report.queue)
-        while owner.epoch < report.epoch and loop.time() < ends_at:
-            in_session = self.pulls.owner(key, report.queue)
-            if in_session is not None and in_session.epoch >= report.epoch:
-                return in_session.silo
-            await asyncio.sleep(VIEW_CHECK_S)
+        """Return the owner of a report's queue, "" if it has none. Wait until `ends_at` while neither this silo's view
+        of the cluster nor the consumer's sessions know an epoch as new as the report's."""
+        loop = asyncio.get_running_loop()
+        while True:
             owner = self.placements.owner(key.provider, report.queue)
-        return owner.silo
+            owner = max(owner, self.pulls.owner(key, report.queue) or owner)  # by epoch
+            if owner.epoch >= report.epoch or loop.time() >= ends_at:
+                return owner.silo
+            await asyncio.sleep(VIEW_CHECK_S)
 
     async def _report_to(
         self, owner: str, target: ConsumerTarget, reports: Sequence[pb.QueueReport]
@@ -162,9 +161,12 @@ class ClusterGateways:
 class GatewaySession(LinkUser):
     """One `Subscribe` call of a consumer. `opening` is how the sessions with owners begin."""
 
-    def __init__(self, call: ServiceCall, opening: pb.Open, calls: SessionCalls, account: SendAccount) -> None:
+    def __init__(
+        self, call: ServiceCall, target: ConsumerTarget, opening: pb.Open, calls: SessionCalls, account: SendAccount
+    ) -> None:
         self.started_us = opening.started_us
         self._call = call
+        self._target = target
         self._opening = opening
         self._positions = {position.queue: position.token for position in opening.positions}
         """The positions of a client that keeps them, by queue."""
@@ -192,14 +194,14 @@ class GatewaySession(LinkUser):
         """Set when the call has ended."""
         self._heartbeat_s = opening.session_timeout_ms / 1000 / HEARTBEATS
 
-    async def run(self, first: pb.SubscribeRequest, target: ConsumerTarget) -> None:
+    async def run(self, first: pb.SubscribeRequest) -> None:
         """Converse until either side ends the call. If the consumer has closed in order, all silos have saved its
         acknowledgements. If the call is lost, they wait for the consumer until its session timeout is over."""
         if self._ended.done():
             self._ended.result()
         self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
-        if target.gaps:
-            self._add(pb.SubscribeResponse(gaps=map(wire.gap_message, target.gaps)))
+        if self._target.gaps:
+            self._add(pb.SubscribeResponse(gaps=map(wire.gap_message, self._target.gaps)))
         routing = self._loop.create_task(self._route(), name="headrace gateway routes")
         tasks = [routing] + [
             self._loop.create_task(work, name=f"headrace gateway {what}")
@@ -293,6 +295,7 @@ class GatewaySession(LinkUser):
         return opening
 
     def opened(self, link: SiloLink, opened: pb.Opened) -> None:
+        check_definition(opened, self._target.definition)
         if not self._is_opened:
             self._is_opened = True
             self._outbox.appendleft(pb.SubscribeResponse(opened=opened))

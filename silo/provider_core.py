@@ -60,7 +60,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         """Stop reading, give running handlers `drain_s` seconds to end, save their progress, and close. Idempotent."""
         check_seconds("drain_s", drain_s)
         if self._closing is None:
-            for name in self.manager.served:
+            for name in [*self.manager.served, *self.manager.subscriptions.paused]:
                 self.manager.subscriptions.check_outside(name)
             self._closing = self._background.hold(self._close(drain_s), f"headrace close {self.name}")
         # A cancelled caller does not leave the provider half closed.
@@ -70,6 +70,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         await self.stopping.join()
         served: list[DeliveryService] = [one.service for one in await self.standby.aclose()]
         served += [one.service for one in self.manager.served.values()]
+        served += [one.service for one in self.manager.subscriptions.paused.values()]
         try:
             if self.outbox is not None:
                 await self.outbox.aclose()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
-from ..agents import DeliveryService, HandlerService, PullingManager
+from ..agents import DeliveryService, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
 from ..streams.errors import Busy, NotFound, NotSupported
@@ -168,8 +168,12 @@ class SubscriptionHost(QueuePositions):
 
     def service_of(self, name: str) -> DeliveryService | None:
         """The service of a subscription that this process serves or for which it stands by; None for another one."""
-        found = self.manager.served.get(name) or self.standby.waiting.get(name)
-        return self.manager.subscriptions.moving.get(name) if found is None else found.service
+        found = self._served(name) or self.standby.waiting.get(name)
+        return None if found is None else found.service
+
+    def _served(self, name: str) -> ServedSubscription | None:
+        """A subscription that this process serves, also if it is stopped for a moment."""
+        return self.manager.served.get(name) or self.manager.subscriptions.paused.get(name)
 
     async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
@@ -186,11 +190,17 @@ class SubscriptionHost(QueuePositions):
             for consumer in await self._consumers_of(name):
                 await self.seek(consumer, start, reason)
             return
-        if name not in self.manager.served:
-            await self.store.seek(self.name, name, positions, reason)
-            return
         self.manager.subscriptions.check_outside(name)
-        await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
+        # Also if this call is cancelled: else the subscription would be served no more.
+        moving = self.stopping.hold(self._move(name, positions, reason), f"headrace seek {name}")
+        await asyncio.shield(moving)
+
+    async def _move(self, name: str, positions: Mapping[int, Checkpoint], reason: str) -> None:
+        if self._served(name) is not None:
+            with suppress(NotFound):  # it is closed meanwhile, or attached again to the stored position
+                await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
+                return
+        await self.store.seek(self.name, name, positions, reason)
 
     async def resume(self, name: str, stream: StreamId) -> bool:
         """Continue a paused stream, also if another process or none serves the subscription. Return False if it is not
@@ -219,13 +229,13 @@ class SubscriptionHost(QueuePositions):
 
     def _drain_s(self, name: str) -> float:
         """Only handlers get time to end: remote consumers do not run in this process."""
-        served = self.manager.served.get(name)
+        served = self._served(name)
         return DRAIN_S if served is None or isinstance(served.service, HandlerService) else 0.0
 
     async def wait_until_caught_up(self, name: str) -> None:
         """Wait until a subscription that this process serves has finished all events stored before the call (except
         in paused streams). Raises NotFound if this process does not serve it, CorruptRecord if a queue is damaged."""
-        served = self.manager.subscriptions.serving(name)
+        served = await self.manager.subscriptions.settled(name)
         for queue, delivery in served.deliveries.items():
             end = await self.due_end(queue)
             await delivery.waiters.wait_until(end)

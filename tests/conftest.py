@@ -141,8 +141,8 @@ class WorkQueue(OrderedDict[str, dict[str, bool]]):
 
 
 class FileScheduling(LoadFileScheduling):
-    """One process runs all tests of a file, and one process all tests of each of `FOLDERS_OF_ONE_PROCESS` but those in
-    the files of `LONGEST`."""
+    """Runs all tests of a file in one process. The files of each of `FOLDERS_OF_ONE_PROCESS` share one, except those
+    that `LONGEST` names."""
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
@@ -157,7 +157,7 @@ class FileScheduling(LoadFileScheduling):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    memory_folder.use(config)
+    memory_folder.use_memory_folder(config)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,7 @@
 """A folder in memory for the files of `make test`.
 
-The tests write many small files and sync them: on a disk, that takes a sixth of the processors' time. `make slow` and
-`make quick` use the disk.
+The tests write many small files and sync them: on a disk, that takes a sixth of the processors' time. The folder is
+removed at the end. `make slow`, `make quick`, and the second run of tests that failed use the disk.
 """
 
 import os
@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 
-CHOSEN = "HEADRACE_TESTS_IN_MEMORY"
-"""The variable that `make test` sets."""
+VARIABLE = "HEADRACE_TESTS_IN_MEMORY"
+"""`make test` sets it."""
 MEMORY = Path("/dev/shm")
 NEEDED = 12 << 30
 """Bytes of memory that have to be available: the files take 3 GB, and the processes of the tests 6."""
 
 
-def use(config: pytest.Config) -> None:
+def use_memory_folder(config: pytest.Config) -> None:
     """Make the folder, let all processes of this run use it for temporary files, and remove it at the end.
 
-    Nothing is done in a container that runs no programs from there, as Docker's, or with too little memory.
+    Do nothing if no programs run from there, as in Docker's containers, or if there is too little memory.
     """
-    if not os.environ.pop(CHOSEN, "") or not _suits():
+    if not os.environ.pop(VARIABLE, "") or not _is_usable():
         return
-    folder = tempfile.mkdtemp(prefix="hr", dir=MEMORY)  # short: paths of sockets have 107 bytes
+    folder = tempfile.mkdtemp(prefix="hr", dir=MEMORY)  # short: a socket's path has at most 107 bytes
     Path(folder).chmod(0o1777)  # as /tmp: servers run as another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def _suits() -> bool:
+def _is_usable() -> bool:
     try:
         disk = os.statvfs(MEMORY)
         memory = Path("/proc/meminfo").read_text()

@@ -1,7 +1,7 @@
 """The transaction that stores a group of calls.
 
-It takes two round trips if the group is small, else four: lock the rows of the queues and producers, in ascending
-order; `COPY` the blocks; write the ends of the queues, notify, and commit.
+It takes two round trips if the group is small, and more for each `COPY` of a large one: lock the rows of the queues and
+producers, in ascending order; `COPY` the blocks; write the ends of the queues, notify, and commit.
 """
 
 from __future__ import annotations

@@ -16,11 +16,17 @@ from ...streams.identity import SequenceToken
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
 from ..consumer_groups import ConsumerGroups
 from ..provider_core import ProviderCore
-from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
+from .lookup import (
+    TO_CONSUME,
+    Providers,
+    create_subscription,
+    provider_of,
+    require_subscription,
+    stored_definition,
+    subscription_of,
+)
 from .visible import VisibleBounds
 
-MAX_REMEMBERED = 1000
-"""The most subscriptions that are remembered in case that the store is away."""
 LOST_END = "the position is past the end of its queue, which has lost it or is another one"
 
 
@@ -77,8 +83,8 @@ def session_open(
 
 
 class ConsumerTargets:
-    """Finds the targets of requests. `consumers` are the silo's, by provider. `pulled` returns the subscription of a
-    consumer that pulls from this silo, None for others."""
+    """Finds the targets of requests. `consumers` are the silo's, by provider. `pulled` returns the definition with
+    which a consumer pulls from this silo; None if it does not."""
 
     def __init__(
         self,
@@ -91,8 +97,6 @@ class ConsumerTargets:
         self._consumers = consumers
         self._visible = visible
         self._pulled = pulled
-        self._remembered: dict[tuple[str, str], SubscriptionDefinition] = {}
-        """Subscriptions that consumers named, by provider and name; the last used one is at the end."""
 
     async def of_open(self, call: ServiceCall, request: pb.Open) -> ConsumerTarget:
         """Return the target of a session. Create the subscription if the request has its definition."""
@@ -120,20 +124,17 @@ class ConsumerTargets:
     async def _existing(
         self, call: ServiceCall, request: pb.PullRequest | pb.AcknowledgeRequest, timeout_s: float
     ) -> ConsumerTarget:
-        """The store is read only for a consumer that is new here. If it is away, the subscription is as it was."""
+        """While the store is away, the definition that the consumer has here is the right one."""
         provider, name = provider_of(call, self._providers, request.provider, TO_CONSUME), request.subscription
-        consumers, key = self._consumers[provider.name], (provider.name, name)
-        known = self._pulled(ConsumerKey(*key, request.consumer)) or consumers.joined(name, request.consumer)
+        consumers = self._consumers[provider.name]
         try:
-            definition = await subscription_of(call, provider, name, TO_CONSUME, known)
+            definition = await stored_definition(provider, name)
         except StorageError:
-            if key not in self._remembered:
+            definition = self._pulled(ConsumerKey(provider.name, name, request.consumer))
+            definition = definition or consumers.joined(name, request.consumer)
+            if definition is None:
                 raise
-            definition = await subscription_of(call, provider, name, TO_CONSUME, self._remembered[key])
-        self._remembered.pop(key, None)
-        self._remembered[key] = definition
-        if len(self._remembered) > MAX_REMEMBERED:
-            del self._remembered[next(iter(self._remembered))]
+        definition = require_subscription(call, provider, name, TO_CONSUME, definition)
         return ConsumerTarget(provider, consumers, definition, request.consumer, timeout_s)
 
 

@@ -33,19 +33,24 @@ def provider_of(call: ServiceCall, providers: Providers, name: str, permissions:
 
 
 async def subscription_of(
+    call: ServiceCall, provider: ProviderCore, name: str, permissions: tuple[Permission, ...]
+) -> SubscriptionDefinition:
+    """Return a stored subscription. Raises as `require_subscription` does."""
+    return require_subscription(call, provider, name, permissions, await stored_definition(provider, name))
+
+
+def require_subscription(
     call: ServiceCall,
     provider: ProviderCore,
     name: str,
     permissions: tuple[Permission, ...],
-    known: SubscriptionDefinition | None = None,
+    definition: SubscriptionDefinition | None,
 ) -> SubscriptionDefinition:
-    """Return a subscription: `known`, or the one in the store. The caller needs one of `permissions` on all streams
-    that it selects.
+    """Return the definition of a subscription. The caller needs one of `permissions` on all streams that it selects.
 
-    Raises PermissionDenied without a permission, with the same text if the subscription does not exist. Raises NotFound
-    only if the caller may know all names.
+    Raises PermissionDenied without a permission, with the same text if there is no subscription. Raises NotFound only
+    if the caller may know all names.
     """
-    definition = known or await _stored(provider, name)
     try:
         call.principal.require_subscription(permissions, name, definition and definition.selector.pattern)
     except NotFound:  # in the words of the store
@@ -74,7 +79,8 @@ async def create_subscription(
         raise
 
 
-async def _stored(provider: ProviderCore, name: str) -> SubscriptionDefinition | None:
+async def stored_definition(provider: ProviderCore, name: str) -> SubscriptionDefinition | None:
+    """Return the definition of a subscription in the store; None if there is none."""
     try:
         return await provider.store.subscription(provider.name, name)
     except NotFound:

@@ -16,8 +16,9 @@ from ...client.routing import ATTACH_S, ENDED, LinkUser, QueueStatus, Router, Se
 from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
 from ...server.methods import ServiceCall
+from ...streams import wire
 from ...streams.background import end
-from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
+from ...streams.errors import Fenced, HeadraceError, LimitExceeded, Unavailable
 from ...streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split
 from ...streams.subscriptions import SubscriptionDefinition
 from ..placement import LeaseOwner
@@ -43,6 +44,13 @@ MAX_CONSUMERS = 10_000
 """The most consumers of one client that pull at a time. Each has sessions, which take about 50 KiB."""
 
 
+def check_definition(opened: pb.Opened, allowed: SubscriptionDefinition) -> None:
+    """Raise Fenced if a session is one of another subscription than the one that the consumer may consume. Sessions
+    name a subscription: it may have been deleted, and created again with another selector."""
+    if opened.definition != wire.definition_message(allowed):
+        raise Fenced(f"subscription {allowed.name!r} was created anew: connect again")
+
+
 def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
     """Return how long a pull waits for events. The caller asks for `wait_s`, and its deadline is in `remaining_s`."""
     if remaining_s is not None:
@@ -64,12 +72,12 @@ class PullingConsumers:
         await asyncio.gather(*(each.aclose() for each in list(self._present.values())))
 
     def subscription(self, key: ConsumerKey) -> SubscriptionDefinition | None:
-        """Return the subscription of a consumer that pulls from this silo; None if it does not."""
+        """Return the definition with which a consumer pulls from this silo; None if it does not."""
         found = self._present.get(key)
         return None if found is None else found.definition
 
     def owner(self, key: ConsumerKey, queue: int) -> LeaseOwner | None:
-        """Return the silo whose session with a consumer that pulls from here serves a queue; None if there is none."""
+        """Return the silo that sends a queue's events to a consumer that pulls from here; None if no session does."""
         found = self._present.get(key)
         return None if found is None else found.owner(queue)
 
@@ -144,7 +152,7 @@ class PullingConsumer(LinkUser):
             self._release()
 
     def owner(self, queue: int) -> LeaseOwner | None:
-        """Return the silo whose session serves a queue; None if there is none."""
+        """Return the silo that sends a queue's events, with the epoch of its lease; None if no session does."""
         link = self._router.link_of(queue)
         return None if link is None else LeaseOwner(link.queues[queue].epoch, link.silo)
 
@@ -243,7 +251,8 @@ class PullingConsumer(LinkUser):
         opening.CopyFrom(self._opening)
         return opening
 
-    def opened(self, link: SiloLink, opened: pb.Opened) -> None: ...
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
+        check_definition(opened, self.definition)
 
     def changed(self, link: SiloLink, status: QueueStatus) -> None:
         """Drop the batches of another lease, or from before a seek: they come again."""

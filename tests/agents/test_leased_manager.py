@@ -444,3 +444,50 @@ async def test_consumers_that_keep_positions_come_back_with_them_when_a_queue_is
         await asyncio.sleep(0)
         assert again.confirmed == {0: Confirmed(1, 1, 1)}
         assert not again.gone
+
+
+@virtual_time
+@pytest.mark.parametrize("change", ["close", "move"])
+async def test_a_queue_is_given_back_after_a_subscription_that_is_closed_or_moved(change: str) -> None:
+    async with tenant() as silo:
+        await silo.gain(0)
+        recorder = await silo.handler("g")
+        gate = recorder.hold("1")
+        await silo.publish("1")
+        await asyncio.sleep(1)
+        subscriptions = silo.manager.subscriptions
+        changing = asyncio.create_task(
+            subscriptions.withdraw("g", 10.0)
+            if change == "close"
+            else subscriptions.move("g", {0: Checkpoint(0)}, "asked for", 10.0)
+        )
+        await asyncio.sleep(1)
+        losing = asyncio.create_task(silo.manager.queue_host.lose(0, 10.0))
+        await asyncio.sleep(1)
+        assert not losing.done(), "another silo would handle the event meanwhile"
+        gate.set()
+        await asyncio.gather(changing, losing)
+        stored = (await silo.store.checkpoints(PROVIDER, "g"))[0]
+        assert stored == Checkpoint(1 if change == "close" else 0)
+        assert not silo.manager.agents[0].deliveries
+
+
+@virtual_time
+async def test_after_a_failed_move_a_queue_that_came_meanwhile_is_read_from_where_it_stands() -> None:
+    async with tenant() as silo:
+        await silo.gain(1)
+        recorder = await silo.handler("g")
+        gate = recorder.hold("slow")
+        await silo.publish("slow", queue=1)
+        await silo.publish("done", "next")
+        await asyncio.sleep(1)
+        silo.calls.failing = "seek"
+        moving = asyncio.create_task(silo.manager.subscriptions.move("g", {0: Checkpoint(0)}, "asked for", 10.0))
+        await asyncio.sleep(1)
+        await silo.elsewhere("g", {0: Checkpoint(1)})
+        await silo.gain(0)
+        gate.set()
+        with pytest.raises(StorageError):
+            await moving
+        await asyncio.sleep(5)
+        assert recorder.seen == ["slow", "next"]

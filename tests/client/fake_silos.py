@@ -10,9 +10,11 @@ from headrace.client.routing import SERVED, QueueStatus, SessionCalls, SiloLink
 from headrace.client.transport import StreamCall
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1.subscriptions_pb2 import SubscriptionDefinition
+from headrace.streams import wire
 from headrace.streams.frames import DeliveredBatch, frame
 
-DEFINITION = SubscriptionDefinition(name="s", selector="s/*")
+DEFINITION = wire.definition_message(wire.definition_of(SubscriptionDefinition(name="s", selector="s/*")))
+"""With all defaults."""
 
 
 class FakeSession(StreamCall):
@@ -121,7 +123,7 @@ class FakeSilo:
             session.end(self.error)
             return
         response = pb.SubscribeResponse(opened=pb.Opened(consumer="c", silo=self.name, heartbeat_ms=1000))
-        response.opened.definition.CopyFrom(DEFINITION)
+        response.opened.definition.CopyFrom(self._silos.definition)
         if session.opening.direct:
             response.placement.CopyFrom(self._silos.placement())
         session.say(response)
@@ -146,6 +148,7 @@ class FakeSilos(SessionCalls):
         self.known = next(iter(silos))
         """The silo that the client knows."""
         self.is_clustered = True
+        self.definition = DEFINITION
 
     def __getitem__(self, name: str) -> FakeSilo:
         return self.silos[name]

@@ -324,7 +324,7 @@ class PullingConsumer(ConsumerProcess):
 
     def __init__(self, world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> None:
         self.reports_within_s = 0.0
-        """The longest time that a call took which reported results."""
+        """The longest duration of a call that reported results."""
         super().__init__(world, name, definition)
 
     async def _run(self) -> None:

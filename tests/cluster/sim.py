@@ -67,7 +67,7 @@ def _shown(case: Case) -> str:
 
 
 def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of texts is a part of what a seed repeats
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of strings is a part of what a seed repeats
         os.execve(sys.executable, [*sys.orig_argv], os.environ | {"PYTHONHASHSEED": "0"})
     parser = argparse.ArgumentParser(prog="make sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many clusters")

@@ -175,7 +175,8 @@ class WatchedStore:
 
 
 class WatchedMembers:
-    """Knows when each silo has sent a heartbeat, by a clock that nobody sets."""
+    """Notes the last heartbeat of each silo by the simulation's clock. A silo that is declared dead too early is a
+    problem."""
 
     def __init__(self, store: Any, world: "SimulatedCluster") -> None:
         self._store = store

@@ -408,6 +408,19 @@ async def test_new_events_of_a_database_that_was_restored_from_a_backup_are_move
     assert rows(async_database) == 0
 
 
+async def test_two_queues_that_divide_an_outbox_are_told(
+    async_database: UserDatabase, caplog: pytest.LogCaptureFixture
+):
+    """As two processes with data directories of their own have them. One queue alone is told nothing."""
+    movers = [OutboxMover(database_of(async_database.engine), RecordingQueue()) for _ in range(2)]
+    for mover in (movers[0], movers[0], movers[1]):
+        assert "was moved into another queue" not in caplog.text
+        async_database.execute("UPDATE headrace_outbox_lane SET holder = ''")  # its lease is over
+        publish(async_database, STREAM, b"a")
+        assert await mover.move() == 1
+    assert caplog.text.count("was moved into another queue, too") == 1
+
+
 async def test_after_any_error_of_the_database_the_mover_goes_on(async_database: UserDatabase):
     queue = RecordingQueue()
     publish(async_database, STREAM, b"a")

@@ -361,7 +361,7 @@ async def test_what_cannot_be_applied_is_refused(tmp_path: Path, client: Client)
                 async with (await anext(consumer)).effects("postgresql://"):  # pyright: ignore[reportArgumentType]
                     pass
         (pulled,) = await client.pull("billing", "one", wait_s=10)
-        with pytest.raises(NotSupported, match="effects are for consumers of `subscribe`"):
+        with pytest.raises(NotSupported, match="effects are for batches of `subscribe`, not of `pull`"):
             pulled.effects(effects)
         async with client.subscribe("all", ORDERS, start="earliest", mode="broadcast", consumer="me") as consumer:
             with pytest.raises(NotSupported, match="has mode broadcast"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import Busy, Event, LimitExceeded, Mode, Provider, Selector
+from headrace import Busy, Event, LimitExceeded, Mode, Provider, Selector, Unavailable
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.streams.subscriptions import SubscriptionDefinition
 
@@ -135,4 +135,56 @@ async def test_a_subscription_that_moves_can_be_closed_and_not_served_twice(
             assert not closing.done()
         await closing
         assert not provider.manager.served
+        await provider.subscribe("s", "n/*", handler)
+
+
+async def test_a_seek_goes_on_if_its_caller_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handler(event: Event) -> None: ...
+
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        subscription = await provider.subscribe("s", "n/*", handler)
+        with pytest.raises(asyncio.CancelledError):
+            async with moving(provider, monkeypatch) as seeking:
+                seeking.cancel()
+        await subscription.close()
+
+
+async def test_a_consumer_does_not_join_the_group_of_a_subscription_that_was_created_anew(tmp_path: Path) -> None:
+    old, new = (SubscriptionDefinition(name="s", selector=Selector(f"{name}/*")) for name in ("old", "new"))
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(old)
+        await served.join(old, "a", 10.0)
+        await provider.store.delete_subscription(provider.name, "s")  # as another process does
+        await provider.create_subscription(new)
+        with pytest.raises(Unavailable, match="'s' was created anew: connect again"):
+            await served.join(new, "b", 10.0)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """Also without a directory, in which a lock would tell."""
+
+    async def handler(event: Event) -> None: ...
+
+    options: dict[str, Any] = {} if stored else {"adapter": "memory"}
+    async with Provider.open(tmp_path / "data" if stored else None, queues=1, **options) as provider:
+        closed = await provider.subscribe("s", "n/*", handler)
+        attach, begun, goes_on = provider.store.attach, asyncio.Event(), asyncio.Event()
+
+        async def slow(*arguments: Any, **named: Any) -> Any:
+            begun.set()
+            await goes_on.wait()
+            return await attach(*arguments, **named)
+
+        monkeypatch.setattr(provider.store, "attach", slow)
+        provider.manager.subscriptions.stop_fenced("s")
+        await begun.wait()
+        closing = asyncio.create_task(closed.close())
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        await closing
+        assert not provider.manager.served
+        monkeypatch.setattr(provider.store, "attach", attach)
         await provider.subscribe("s", "n/*", handler)

@@ -13,7 +13,8 @@ from headrace.agents import SendBudget
 from headrace.client.routing import DRAINING, ENDED, SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.gateway import OUTBOX_BYTES, GatewaySession
-from tests.client.fake_silos import FakeSilos
+from headrace.streams import wire
+from tests.client.fake_silos import DEFINITION, FakeSilos
 from tests.simulation.virtual_time import virtual_time
 
 TIMEOUT_S = 6.0
@@ -64,10 +65,10 @@ class Gate:
         self.budget = SendBudget()
         self.account = self.budget.account("client")
         opening = pb.Open(subscription="s", consumer="c", session_timeout_ms=round(TIMEOUT_S * 1000))
-        session = GatewaySession(cast("Any", self.call), opening, silos, self.account)
+        target = cast("Any", SimpleNamespace(gaps=(), definition=wire.definition_of(DEFINITION)))
+        session = GatewaySession(cast("Any", self.call), target, opening, silos, self.account)
         first = pb.SubscribeRequest(credit=pb.Credit(events=1000, bytes=1 << 30))
-        target = cast("Any", SimpleNamespace(gaps=()))
-        self.task = asyncio.create_task(session.run(first, target))
+        self.task = asyncio.create_task(session.run(first))
 
     async def until(self, condition: Callable[[], object], limit_s: float = 100.0) -> None:
         async with asyncio.timeout(limit_s):

@@ -178,8 +178,8 @@ async def test_closed_after_a_seek_elsewhere_it_is_not_served_again(tmp_path: Pa
 
         runner.may_serve = closed_meanwhile
         await waiting.seek("earliest")
-        await until(lambda: len(answers) == 2 and not waiting.stands_by)
-        assert answers == [True, False]
+        await until(lambda: bool(answers) and not waiting.stands_by)
+        assert answers == [True]
         await serving.publish(STREAM, b"1")
         await until(lambda: second.payloads == [b"1"])
         assert "billing" not in serving.manager.served

@@ -7,15 +7,17 @@ from typing import Any, cast
 
 import pytest
 
-from headrace import LimitExceeded
+from headrace import Fenced, LimitExceeded, Unavailable
 from headrace.agents import SendBudget
 from headrace.client.routing import SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.proto.v1.subscriptions_pb2 import SubscriptionDefinition
 from headrace.silo.gateway import ClusterGateways
 from headrace.silo.placement import LeaseOwner
 from headrace.silo.services.consumer_target import ConsumerKey
 from headrace.silo.services.pulling import PullingConsumers
-from tests.client.fake_silos import FakeSilos
+from headrace.streams import wire
+from tests.client.fake_silos import DEFINITION, FakeSilos
 from tests.simulation.virtual_time import virtual_time
 
 TIMEOUT_S = 6.0
@@ -48,14 +50,14 @@ class Pulls:
     """Consumers that pull from one silo, `a`, which has the queues 0 and 1."""
 
     def __init__(self, most: int = 10) -> None:
-        silos = FakeSilos(a={0: 1, 1: 1})
-        self.silo = silos["a"]
-        self.consumers = PullingConsumers(lambda _: silos, most)
+        self.silos = FakeSilos(a={0: 1, 1: 1})
+        self.silo = self.silos["a"]
+        self.consumers = PullingConsumers(lambda _: self.silos, most)
 
     def target(self, consumer: str = "c") -> Any:
         return SimpleNamespace(
-            provider=SimpleNamespace(name="p"), definition=SimpleNamespace(name="s"), consumer=consumer, timeout_s=0.0,
-            consumers=Groups(), key=ConsumerKey("p", "s", consumer),
+            provider=SimpleNamespace(name="p"), definition=wire.definition_of(DEFINITION), consumer=consumer,
+            timeout_s=0.0, consumers=Groups(), key=ConsumerKey("p", "s", consumer),
         )  # fmt: skip
 
     async def pull(self, consumer: str = "c", client: str = "client", **fields: Any) -> pb.PullResponse:
@@ -159,3 +161,15 @@ async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
     assert cluster.called == ["a"]
     assert asyncio.get_running_loop().time() == began
     await pulls.consumers.aclose()
+
+
+@virtual_time
+async def test_nobody_gets_events_of_a_subscription_that_was_created_anew() -> None:
+    """Its selector may be another one: the caller asks again, and is checked again."""
+    pulls = Pulls()
+    await pulls.pull()
+    anew = SubscriptionDefinition(name="s", selector="b/*")
+    pulls.silos.definition = wire.definition_message(wire.definition_of(anew))
+    pulls.silo.session.end(Unavailable("the silo ends"))
+    with pytest.raises(Fenced, match="'s' was created anew: connect again"):
+        await pulls.pull(wait_ms=5000)
