@@ -19,6 +19,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ..adapters.seam import QueueAdapter
+from ..streams.errors import NotFound
 from .agent import AgentStatistics
 from .cache import CacheLimits
 from .checkpointer import Checkpointer
@@ -91,9 +92,9 @@ class PullingManager:
         await self.state.background.aclose()
         # A subscription whose progress cannot be stored must not keep the others from stopping in order.
         ends = [self.subscriptions.withdraw(name, drain_s) for name in list(self.served)]
-        failures = [
-            end for end in await asyncio.gather(*ends, return_exceptions=True) if isinstance(end, BaseException)
-        ]
+        ended = await asyncio.gather(*ends, return_exceptions=True)
+        # NotFound: another process took the subscription over meanwhile.
+        failures = [end for end in ended if isinstance(end, BaseException) and not isinstance(end, NotFound)]
         await self.queue_host.aclose()
         await self.recorder.save_gaps()
         if failures:
