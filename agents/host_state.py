@@ -146,6 +146,15 @@ class HostState:
             of = self._counts.setdefault(name.partition(CONSUMER_SEPARATOR)[0], {})
             of[_ENDED] = DeliveryCounts.sum_of([*self._counts.pop(name, {}).values(), of.get(_ENDED, DeliveryCounts())])
 
+    def pause(self, served: ServedSubscription) -> None:
+        """As `remove`, until `end_pause`: it may be served again."""
+        self.remove(served.definition.name)
+        self.paused[served.definition.name] = served
+
+    def end_pause(self, name: str) -> None:
+        """The subscription is served again, or it is not to be. Idempotent."""
+        self.paused.pop(name, None)
+
     def _attach(self, served: ServedSubscription, queue: int) -> None:
         queue_epoch = served.epoch if self.leases is None else self.leases[queue]
         delivery = served.service.deliver(

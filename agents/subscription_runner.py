@@ -80,7 +80,7 @@ class SubscriptionRunner:
             try:
                 attachment = await self._moved(served, here, positions, reason)
             except BaseException:
-                self._deliver(served.definition, served.service, self._former(served, here, leases))
+                self._deliver(served.definition, served.service, _former(served, here, leases, self._state.leases))
                 raise
             self._deliver(served.definition, served.service, attachment)
 
@@ -98,16 +98,6 @@ class SubscriptionRunner:
         async with self._checkpointer.lock:
             await self._store.seek(self._state.provider, name, positions, reason)
             return await self._attachment(name)
-
-    def _former(
-        self, served: ServedSubscription, here: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
-    ) -> SubscriptionAttachment:
-        """Return from where the subscription goes on if it was not moved. For queues that this process did not have all
-        the time since `leases`, that is the stored progress, not the progress made here."""
-        now = self._state.leases
-        if leases is not None and now is not None:
-            here = {queue: each for queue, each in here.items() if leases.get(queue) == now.get(queue)}
-        return SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
 
     async def restart(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
         """Go on from earlier positions, as after a crash that lost all later progress. Running handlers are cancelled.
@@ -158,14 +148,12 @@ class SubscriptionRunner:
     @contextmanager
     def _stopped(self, served: ServedSubscription) -> Generator[None]:
         """Serve a subscription no more, and let no other service take its place for the length of a `with`."""
-        name = served.definition.name
-        self._state.remove(name)
-        self._state.paused[name] = served
+        self._state.pause(served)
         try:
             yield
         finally:
             if self._is_paused(served):
-                del self._state.paused[name]
+                self._state.end_pause(served.definition.name)
 
     def _is_paused(self, served: ServedSubscription) -> bool:
         """Whether it may go on. It may not if it was given up meanwhile."""
@@ -174,7 +162,7 @@ class SubscriptionRunner:
     def give_up(self, name: str) -> None:
         """A subscription is closed or deleted while it is stopped, because another process moved it: do not go on with
         it, and let another service take its place."""
-        self._state.paused.pop(name, None)
+        self._state.end_pause(name)
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
         """Stop all its deliveries. Return exactly the progress made."""
@@ -272,3 +260,16 @@ class SubscriptionRunner:
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True
+
+
+def _former(
+    served: ServedSubscription,
+    here: Mapping[int, Checkpoint],
+    before: Mapping[int, int] | None,
+    now: Mapping[int, int] | None,
+) -> SubscriptionAttachment:
+    """Return from where a subscription goes on if it could not be moved. `before` and `now` are the leases before and
+    after. The progress made here does not count in queues that another process may have had between."""
+    if before is not None and now is not None:
+        here = {queue: each for queue, each in here.items() if before.get(queue) == now.get(queue)}
+    return SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
