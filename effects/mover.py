@@ -298,7 +298,7 @@ class OutboxMover:
         if row is None or (row.holder not in ("", self._holder) and 0 < row.left_us <= LEASE_US):
             return None
         number = row.number
-        if last < number - (row.ids != _NO_IDS):
+        if 0 < last < number - (row.ids != _NO_IDS):  # 0: perhaps the queue has forgotten the producer
             self._warn_of_others()
         rows: Sequence[Row[int, bytes]] = ()
         if row.ids != _NO_IDS:
@@ -318,7 +318,8 @@ class OutboxMover:
         return OutboxRelease(row.producer, number, ids, batches) if ids else None
 
     def _warn_of_others(self) -> None:
-        """Another queue has got releases of a lane: each mover would bring a part of the streams into its own queue."""
+        """Another queue has got releases that this one should have: each mover brings a part of the streams into its
+        own queue."""
         if not self._is_warned:
             self._is_warned = True
             log.warning(
