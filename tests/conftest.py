@@ -130,6 +130,8 @@ LEAST_FREE = 4 << 30
 """Bytes. One run with its environment took 3.3 GB."""
 FOLDERS_OF_ONE_PROCESS = ("tests/spark", "tests/adapters/kafka")
 """Their tests share a JVM: Spark, and Kafka's broker."""
+FILES_OF_THEIR_OWN = ("tests/adapters/kafka/test_conformance_kafka.py",)
+"""They would take half of the time of their folder. Each starts a JVM."""
 
 
 class WorkQueue(OrderedDict[str, dict[str, bool]]):
@@ -141,8 +143,8 @@ class WorkQueue(OrderedDict[str, dict[str, bool]]):
 
 
 class FileScheduling(LoadFileScheduling):
-    """Runs all tests of a file in one process. The files of each of `FOLDERS_OF_ONE_PROCESS` share one, except those
-    that `LONGEST` names."""
+    """Runs all tests of a file in one process. The files of each of `FOLDERS_OF_ONE_PROCESS` share one, but not
+    `FILES_OF_THEIR_OWN`."""
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
@@ -150,7 +152,7 @@ class FileScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        if file in LONGEST:
+        if file in FILES_OF_THEIR_OWN:
             return file
         folders = (folder for folder in FOLDERS_OF_ONE_PROCESS if nodeid.startswith(f"{folder}/"))
         return next(folders, file)

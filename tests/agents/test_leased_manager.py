@@ -491,3 +491,27 @@ async def test_after_a_failed_move_a_queue_that_came_meanwhile_is_read_from_wher
             await moving
         await asyncio.sleep(5)
         assert recorder.seen == ["slow", "next"]
+
+
+@virtual_time
+async def test_a_seek_that_ends_while_a_queue_is_given_back_leaves_no_delivery_there() -> None:
+    async with tenant() as silo:
+        await silo.gain(0)
+        recorder, slow = await silo.handler("g"), await silo.handler("slow")
+        gate = recorder.hold("1")
+        slow.hold("1")
+        await silo.publish("1")
+        await asyncio.sleep(1)
+        moving = asyncio.create_task(silo.manager.subscriptions.move("g", {0: Checkpoint(0)}, "asked for", 10.0))
+        await asyncio.sleep(1)
+        losing = asyncio.create_task(silo.manager.queue_host.lose(0, 2.0))
+        await asyncio.sleep(3)  # it waits no more for the seek, and stops the queue's agent, which waits for "slow"
+        gate.set()
+        await moving
+        assert not losing.done()
+        await losing
+        await silo.elsewhere("g", {0: Checkpoint(1)})
+        await silo.publish("2")
+        await silo.manager.queue_host.gain(0, 99, Term())
+        await asyncio.sleep(5)
+        assert recorder.seen == ["1", "2"]
