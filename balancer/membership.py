@@ -28,7 +28,7 @@ from typing import Protocol
 
 from ..streams.background import BackgroundTasks
 from ..streams.cluster import ClusterView, Lease, SiloRecord, SiloSuperseded
-from ..streams.errors import Fenced, HeadraceError, Unavailable
+from ..streams.errors import Fenced, HeadraceError, StorageError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
 from .held_leases import HeldLease, HeldLeases, QueueOwner
@@ -332,7 +332,8 @@ class Membership:
         began, me = self._loop.time(), self.me
         try:
             if self._leaving:  # before the heartbeat: a silo that sends heartbeats and does not leave gets queues
-                await self._tell_leaving()
+                with suppress(*([StorageError] if self.held else [])):  # renewing its leases is more important
+                    await self._tell_leaving()
             view = await self._store.beat(me, self._options.lease_s)
         except Fenced as fenced:
             if me is not self.me:

@@ -127,7 +127,7 @@ class ClusteredSilo:
             self.placements.join(name)
             stack.push_async_callback(membership.leave)
             await self._store.forget(FORGET_S)
-            self._take_view(await self._store.view())
+            await self.read_view()
             await self._check_reachable(membership.me)
             yield
 
@@ -198,6 +198,11 @@ class ClusteredSilo:
                     "silo %r has other settings in [cluster] than this one: %s; give all silos the same, or queues may "
                     "stay unserved", silo.name, different,
                 )  # fmt: skip
+
+    async def read_view(self) -> None:
+        """Take a view from the store now, not with the next heartbeat, also after it left. Raise StorageError."""
+        read = await self._store.view()
+        self._take_view(read if self.view is None else read.with_over(self.view))
 
     def _take_view(self, read: ClusterView) -> None:
         view = self._without_forgotten(read)

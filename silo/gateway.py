@@ -24,7 +24,7 @@ from ..server.methods import ServiceCall
 from ..streams import wire
 from ..streams.errors import HeadraceError, Unavailable
 from ..streams.frames import DeliveredBatch
-from .placement import ClusterPlacements
+from .placement import ClusterPlacements, LeaseOwner
 from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
 from .services.consumer_target import ConsumerKey, ConsumerTarget, session_open
 from .services.pulling import PullingConsumers, check_definition
@@ -40,8 +40,6 @@ RETURN_S = 1.0
 """Time that silos have to give credit back, in seconds."""
 CLOSE_S = 1.0
 """Time that silos have to hear that a silent consumer has left, in seconds."""
-VIEW_S, VIEW_CHECK_S = 10.0, 0.05
-"""How long reports wait for a newer view of the cluster, and how often it is checked, in seconds."""
 ACKNOWLEDGE = "ConsumerService/Acknowledge"
 
 
@@ -57,6 +55,10 @@ class GatewaySilos(Protocol):
 
     async def call(self, silo: str, method: str, request: bytes) -> bytes:
         """Call a silo, which may be this one. Raise Unavailable, and the errors that the silo raises."""
+        ...
+
+    async def read_view(self) -> None:
+        """Read the view of the cluster from the store now: `placements` have it then. Raise StorageError."""
         ...
 
 
@@ -118,25 +120,20 @@ class ClusterGateways:
             account.close()
 
     async def report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
-        """Pass reports of a consumer that pulls to the owners of their queues. Return the refusals."""
+        """Pass reports of a consumer that pulls to the owners of their queues. Return the refusals. Raise StorageError
+        if neither this silo's view of the cluster, nor the consumer's sessions, nor the store tell the owner."""
+        if any(self._owner(target.key, report.queue).epoch < report.epoch for report in reports):
+            await self._silos.read_view()
         by_owner: dict[str, list[pb.QueueReport]] = {}
-        ends_at = asyncio.get_running_loop().time() + VIEW_S
         for report in reports:
-            owner = await self._owner(target.key, report, ends_at)
-            by_owner.setdefault(owner, []).append(report)
+            by_owner.setdefault(self._owner(target.key, report.queue).silo, []).append(report)
         answers = await asyncio.gather(*(self._report_to(owner, target, each) for owner, each in by_owner.items()))
         return [refusal for answer in answers for refusal in answer]
 
-    async def _owner(self, key: ConsumerKey, report: pb.QueueReport, ends_at: float) -> str:
-        """Return the owner of a report's queue, "" if it has none. Wait until `ends_at` while neither this silo's view
-        of the cluster nor the consumer's sessions know an epoch as new as the report's."""
-        loop = asyncio.get_running_loop()
-        while True:
-            owner = self.placements.owner(key.provider, report.queue)
-            owner = max(owner, self.pulls.owner(key, report.queue) or owner)  # by epoch
-            if owner.epoch >= report.epoch or loop.time() >= ends_at:
-                return owner.silo
-            await asyncio.sleep(VIEW_CHECK_S)
+    def _owner(self, key: ConsumerKey, queue: int) -> LeaseOwner:
+        """Return the newest owner of a queue that this silo, or the consumer's sessions, know."""
+        owner = self.placements.owner(key.provider, queue)
+        return max(owner, self.pulls.owner(key, queue) or owner)  # by epoch
 
     async def _report_to(
         self, owner: str, target: ConsumerTarget, reports: Sequence[pb.QueueReport]

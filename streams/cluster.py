@@ -92,3 +92,8 @@ class ClusterView(NamedTuple):
     def valid(self) -> list[Lease]:
         """Return the leases that have an owner and have not expired."""
         return [lease for lease in self.leases if lease.owner and (lease.provider, lease.queue) not in self.over]
+
+    def with_over(self, before: ClusterView) -> ClusterView:
+        """Return this view, with those queues `over` that were over in an earlier one and have the same lease."""
+        same = {(lease.provider, lease.queue) for lease in {*before.leases} & {*self.leases}}
+        return self._replace(over=before.over & same)

@@ -268,7 +268,7 @@ class GroupDelivery(Delivery):
         self.group.edge.forget(self._actor)
         try:
             async with asyncio.timeout(drain_s):
-                while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
+                while self._giving_up or any(parcel.member.may_acknowledge for parcel in self.parcels):
                     await self.waiters.wait()
         except TimeoutError:
             if drain_s > 0:  # with 0, the caller does not want to wait

@@ -135,6 +135,12 @@ class Member:
         return bool(self.to_resend)
 
     @property
+    def may_acknowledge(self) -> bool:
+        """Whether acknowledgements may still come before its session timeout. A consumer that pulls sends them through
+        any silo, also when the one is gone from which it pulled."""
+        return self.attached or self.pulls
+
+    @property
     def open(self) -> bool:
         """Whether it can get new events."""
         return len(self.in_flight) < self.account.max_batches and self.credited

@@ -179,6 +179,21 @@ def test_a_drain_whose_calls_fail_says_so_and_is_done_later(call: str) -> None:
 
 
 @virtual_time
+async def test_a_silo_renews_its_leases_while_the_store_does_not_record_that_it_leaves() -> None:
+    member = Member()
+    await member.joined()
+    member.owner.fails = True  # its queues cannot be given back yet
+    member.store.failing = {"leaving"}
+    with pytest.raises(Unavailable):
+        await member.membership.drain()
+    await asyncio.sleep(2 * member.options.lease_s)
+    assert member.owner.notes == []
+    assert await member.leases() == ["a", "a"]
+    member.owner.fails, member.store.failing = False, set()
+    await member.membership.leave()
+
+
+@virtual_time
 async def test_a_silo_that_ends_while_queues_cannot_be_saved_says_so() -> None:
     member = Member()
     await member.joined()

@@ -60,3 +60,10 @@ def test_a_silo_that_was_seen_to_beat_is_timed_by_the_own_clock():
 
 def test_of_the_time_before_it_was_seen_only_the_store_knows():
     assert timed(Sightings(), 100, 2 * HOUR_US, SILO) == (3600, 3600)
+
+
+def test_a_view_that_the_store_made_keeps_the_leases_that_are_known_to_be_over() -> None:
+    renewed = LEASE._replace(queue=1)
+    before = ClusterView(0, [SILO], [LEASE, renewed], frozenset({("p", 0), ("p", 1)}))
+    read = ClusterView(1, [SILO], [LEASE, renewed._replace(renewals=renewed.renewals + 1)])
+    assert read.with_over(before).over == {("p", 0)}

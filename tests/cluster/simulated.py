@@ -259,6 +259,7 @@ class Silo:
         """The silo was told to give its queues away and to take none again."""
         self.placements = ClusterPlacements()
         self.placements.join(name)
+        self.view: ClusterView | None = None
         self._methods: dict[str, CallHandler] = {}
         self._sent_at: dict[tuple[str, int, str], float] = {}
         """When a member of a bound group was sent events of a queue last."""
@@ -284,7 +285,7 @@ class Silo:
             owners={PROVIDER: self.manager.queue_host},
             peers=self,
             options=world.options,
-            on_view=self.placements.update,
+            on_view=self._take_view,
             rng=world.rng,
         )
         self.membership.superseded.add_done_callback(self._superseded)
@@ -466,6 +467,14 @@ class Silo:
 
     async def call(self, silo: str, method: str, request: bytes) -> bytes:
         return await ask(self._call(silo, method, CALL_S), request, CALL_S)
+
+    async def read_view(self) -> None:
+        view = await StoreConnection(self.world.weather, self, self.world.leases).view()
+        self._take_view(view if self.view is None else view.with_over(self.view))
+
+    def _take_view(self, view: ClusterView) -> None:
+        self.view = view
+        self.placements.update(view)
 
     def _call(self, silo: str, method: str, wait_s: float) -> ClientCall:
         other = self.world.silos.get(silo)

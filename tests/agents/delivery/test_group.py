@@ -1412,6 +1412,20 @@ async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
 
 
 @virtual_time
+async def test_a_stop_waits_for_pulled_events_also_if_their_gateway_has_gone() -> None:
+    """The consumer acknowledges through another silo."""
+    async with SimulatedGroup() as circle:
+        consumer = await _delivered(circle, ["0"])
+        consumer.member.pulls = True
+        stopping = asyncio.create_task(circle.stop(60.0))
+        consumer.disconnect()
+        await circle.rest()
+        assert not stopping.done()
+        assert consumer.ack(consumer.inbox[0])
+        assert await stopping == Checkpoint(1)
+
+
+@virtual_time
 async def test_events_rejected_during_a_stop_come_again_after_it() -> None:
     async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(3))

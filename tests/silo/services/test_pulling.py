@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from headrace import Fenced, LimitExceeded, Unavailable
+from headrace import Fenced, LimitExceeded, StorageError, Unavailable
 from headrace.agents import SendBudget
 from headrace.client.routing import SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
@@ -134,14 +134,22 @@ async def test_a_client_has_a_bounded_number_of_consumers_that_pull() -> None:
 
 
 class OldView:
-    """The cluster, as a silo sees it that cannot read the store: the former owner of each queue is the owner."""
+    """The cluster, as a silo sees it that has missed a move: the former owner of each queue is the owner."""
 
     def __init__(self) -> None:
         self.placements = self
         self.called: list[str] = []
+        self.known = LeaseOwner(1, "b")
+        self.stored: LeaseOwner | None = None
+        """The owner as the store has it; None: it cannot be read."""
 
     def owner(self, provider: str, queue: int) -> LeaseOwner:
-        return LeaseOwner(1, "b")
+        return self.known
+
+    async def read_view(self) -> None:
+        if self.stored is None:
+            raise StorageError("the store is away")
+        self.known = self.stored
 
     async def call(self, silo: str, method: str, request: bytes) -> bytes:
         self.called.append(silo)
@@ -156,11 +164,25 @@ async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
     await pulls.pull()
     pulls.silo.session.send_status(0, SERVED, epoch=2)
     await asyncio.sleep(1)
-    began = asyncio.get_running_loop().time()
     assert await gateways.report(pulls.target(), [pb.QueueReport(queue=0, epoch=2)]) == []
     assert cluster.called == ["a"]
-    assert asyncio.get_running_loop().time() == began
     await pulls.consumers.aclose()
+
+
+@virtual_time
+async def test_a_gateway_with_an_old_view_reads_who_the_owner_is() -> None:
+    """A silo that leaves, or whose heartbeats fail, gets no new views. The results must not wait for one."""
+    pulls, cluster = Pulls(), OldView()
+    gateways = ClusterGateways(cast("Any", cluster), SendBudget())
+    reports = [pb.QueueReport(queue=0, epoch=2)]
+    with pytest.raises(StorageError):
+        await gateways.report(pulls.target(), reports)
+    assert cluster.called == []
+    cluster.stored = LeaseOwner(2, "c")
+    began = asyncio.get_running_loop().time()
+    assert await gateways.report(pulls.target(), reports) == []
+    assert cluster.called == ["c"]
+    assert asyncio.get_running_loop().time() == began
 
 
 @virtual_time
