@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported, Unavailable
 from .driver_state import IN_ERROR, cancel_statement, is_in_transaction, reports_aborted, transaction_status
+from .handler_session import SESSION_OPTIONS, HandlerSession, flush_and_close
 from .schema import GRANT
 from .statement_thread import StatementThread
 
@@ -46,8 +47,6 @@ _SQLITE_OUTAGES = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
 )  # fmt: skip
 """The file is locked, or it or its disk cannot be used."""
-_ROLLBACK_ONLY = "rollback_only"
-"""The mode of a session that never commits the transaction of its connection."""
 
 
 class EffectTransaction(ABC):
@@ -233,8 +232,7 @@ class _GreenletTransaction(EffectTransaction):
         self._observed.check()
         session, self._session = self._session, None
         if session is not None:
-            await session.commit()
-            await session.close()
+            await session.run_sync(flush_and_close)
 
     @property
     def connection(self) -> AsyncConnection:
@@ -245,7 +243,7 @@ class _GreenletTransaction(EffectTransaction):
     def session(self) -> AsyncSession:
         _check_not_over(is_over=self.is_over)
         if self._session is None:
-            self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_ROLLBACK_ONLY)
+            self._session = AsyncSession(self._connection, sync_session_class=HandlerSession, **SESSION_OPTIONS)
         return self._session
 
 
@@ -292,7 +290,7 @@ class _ThreadedTransaction(EffectTransaction):
         """A statement did not end after its cancellation. The thread closes the connection when it ends."""
         self._opened: Connection | None = None
         self._observed: ObservedTransaction | None = None
-        self._session: Session | None = None
+        self._session: HandlerSession | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
         """Run a function in the thread. If the caller is cancelled, cancel the statement that runs, and wait until the
@@ -356,7 +354,7 @@ class _ThreadedTransaction(EffectTransaction):
 
     def _session_in_transaction(self) -> Session:
         if self._session is None:
-            self._session = Session(self._connect(), expire_on_commit=False, join_transaction_mode=_ROLLBACK_ONLY)
+            self._session = HandlerSession(self._connect(), **SESSION_OPTIONS)
         return self._session
 
     async def flush(self) -> None:
@@ -369,8 +367,7 @@ class _ThreadedTransaction(EffectTransaction):
             self._observed.check()
         session, self._session = self._session, None
         if session is not None:
-            session.commit()
-            session.close()
+            flush_and_close(session)
 
     async def end(self, *, commit: bool) -> None:
         self._is_over = True
@@ -519,7 +516,10 @@ class ObservedTransaction:
     def refuse_ended(self) -> None:
         """Raise InvalidArgument if the handler has ended the transaction. Some drivers commit each statement then."""
         if self._root is None or not self._root.is_active or self._was_ended:
-            raise InvalidArgument("the handler ended its transaction: return to commit it, raise to roll it back")
+            raise InvalidArgument(
+                "the handler ended its transaction, which belongs to headrace: return to commit, raise an exception to "
+                "roll back"
+            )
 
     def check(self) -> None:
         """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the

@@ -90,10 +90,11 @@ class Handler(NamedTuple):
                 "a handler is an async function or an object with an async on_next or on_next_batch, not "
                 f"{shown(handler)}"
             )
+        name = getattr(handler, "__name__", type(handler).__name__)
+        _refuse_transaction(handler, name)
         if batch:
             _check_function(handler, "batch")
             return cls(None, handler, None, None)
-        name = getattr(handler, "__name__", type(handler).__name__)
         if _payload_argument(handler, name) is None:
             _check_function(handler, "event")
         return cls(_of_events(handler, name, codecs), None, None, None)
@@ -368,6 +369,22 @@ def _takes_transaction_first(handler: Any) -> bool:
     annotation = first.annotation if first is not None else ""
     name = annotation.rpartition(".")[2] if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return name == "Transaction"
+
+
+def _refuse_transaction(handler: Any, name: str) -> None:
+    """Raise InvalidArgument for a function that needs a transaction. Its type is in a package above this one."""
+    try:
+        signature = _signature(handler)
+    except (TypeError, ValueError):
+        return  # functions in C may have no signature
+    for index, parameter in enumerate(signature.parameters.values()):
+        kind = parameter.annotation
+        is_transaction = getattr(kind, "__name__", "") == "Transaction" and kind.__module__.startswith("headrace.")
+        if parameter.default is parameter.empty and (is_transaction or (parameter.name == "tx" and index > 0)):
+            raise InvalidArgument(
+                f"{name}{signature} takes a transaction, and the subscription has no effects: give it "
+                f"effects=Effects(engine), or leave out `{parameter.name}`"
+            )
 
 
 def _check_arguments(function: Any, name: str, argument: str | None, *more: str) -> inspect.Signature | None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -25,9 +26,11 @@ from headrace import (
     StreamId,
     Transaction,
     Unavailable,
+    subscription,
 )
 from headrace.effects import StreamState
 from headrace.effects.effects import EffectsInScope
+from headrace.streams.handlers import Handler
 from headrace.streams.identity import SequenceToken
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.effects.databases import UserDatabase, close, engine, user_database
@@ -35,6 +38,10 @@ from tests.effects.databases import UserDatabase, close, engine, user_database
 STREAM = StreamId("orders", "42")
 ONCE = RetryPolicy(max_attempts=1)
 _LOG = text("INSERT INTO log (value) VALUES (:value)")
+
+ENDED = (
+    "the handler ended its transaction, which belongs to headrace: return to commit, raise an exception to roll back"
+)
 
 Handle = Callable[[Event, Transaction], Awaitable[None]]
 
@@ -247,7 +254,7 @@ async def test_a_handler_that_rolls_back_is_not_taken_for_done(async_database: U
         await tx.session.rollback()
 
     effects, _ = in_scope(async_database, undo)
-    with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+    with pytest.raises(InvalidArgument, match=ENDED):
         await effects.call(event_at(5))
     assert (async_database.log(), async_database.rows("SELECT * FROM headrace_position")) == ([], [])
 
@@ -265,9 +272,55 @@ async def test_nothing_is_committed_after_a_rollback_of_the_session(database: Us
 
     for state in (None, StreamState()):
         effects, _ = in_scope(database, handle, state=state)
-        with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+        with pytest.raises(InvalidArgument, match=ENDED):
             await effects.call(event_at(5))
         assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+@pytest.mark.parametrize("executed_before", [False, True])
+@pytest.mark.parametrize("method", ["rollback", "close", "reset", "invalidate"])
+async def test_a_session_that_a_handler_ends_ends_its_transaction_also_without_a_statement(
+    async_database: UserDatabase, method: str, *, executed_before: bool
+):
+    """SQLAlchemy ignores the call if the session has executed nothing."""
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        if executed_before:
+            await write_down(event, tx)
+        await tx.run(lambda session: getattr(session, method)())
+
+    effects, _ = in_scope(async_database, handle)
+    with pytest.raises(InvalidArgument, match=ENDED):
+        await effects.call(event_at(5))
+    assert (async_database.log(), async_database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+async def test_the_error_after_which_a_handler_rolls_back_stays(database: UserDatabase):
+    def fail(session: Session) -> None:
+        try:
+            raise ValueError("7")
+        except ValueError:
+            session.rollback()
+            raise
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        await tx.run(fail)
+
+    effects, _ = in_scope(database, handle)
+    with pytest.raises(ValueError, match="7"):
+        await effects.call(event_at(5))
+    assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+@pytest.mark.parametrize("method", ["rollback", "commit", "close"])
+async def test_a_connection_that_a_handler_ends_is_one_clear_error(async_database: UserDatabase, method: str):
+    async def handle(_: Event, tx: Transaction) -> None:
+        await tx.run(lambda session: getattr(session.connection(), method)())
+
+    effects, _ = in_scope(async_database, handle)
+    with pytest.raises(InvalidArgument, match=ENDED):
+        await effects.call(event_at(5))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -280,7 +333,7 @@ async def test_a_rollback_by_a_statement_is_not_taken_for_done(database: UserDat
 
     for state in (None, StreamState()):
         effects, _ = in_scope(database, undo, state=state)
-        with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+        with pytest.raises(InvalidArgument, match=ENDED):
             await effects.call(event_at(5))
         assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
 
@@ -316,7 +369,7 @@ async def test_a_connection_goes_on_after_a_handler_that_ended_its_transaction(s
 
         async with database.engine.connect() as connection:
             scope, counts = EffectScope("here", "billing", 0, 1), EffectCounts()
-            with pytest.raises(InvalidArgument, match="the handler ended its transaction"):
+            with pytest.raises(InvalidArgument, match=ENDED):
                 await Effects(connection).scoped(undo, scope, counts, batch=False).call(event_at(5))
             await Effects(connection).scoped(write_down, scope, counts, batch=False).call(event_at(6))
         assert database.log() == ["42@6"]
@@ -585,10 +638,48 @@ async def test_wrong_handlers_are_refused(tmp_path: Path):
                 subscribe("a", "orders/*", plain, effects=effects)
             with pytest.raises(InvalidArgument, match="expected Effects\\(engine\\), or None"):
                 subscribe("a", "orders/*", of_one, effects=7)
-            with pytest.raises(InvalidArgument, match="expected one argument, event"):
+            with pytest.raises(InvalidArgument, match=r"takes a transaction.*effects=Effects\(engine\)"):
                 subscribe("a", "orders/*", write_down)
             with pytest.raises(NotSupported, match="effects are for a handler"):
                 subscribe("a", "orders/*", effects=effects)
+
+
+async def _of_tx_by_name(event: Event, tx: object) -> None: ...
+
+
+async def _of_transaction(event: Event, t: Transaction) -> None: ...
+
+
+async def _of_value_and_transaction(value: dict[str, str], tx: Transaction) -> None: ...
+
+
+async def _of_transaction_alone(transaction: Transaction) -> None: ...
+
+
+@pytest.mark.parametrize("handler", [_of_tx_by_name, _of_transaction, _of_value_and_transaction, _of_transaction_alone])
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_handler_with_a_transaction_needs_effects_when_it_is_declared(handler: Any, *, batch: bool):
+    declare: Any = subscription
+    with pytest.raises(
+        InvalidArgument, match=r"takes a transaction, .*: give it effects=Effects\(engine\), or leave out"
+    ):
+        declare("needs-effects", "orders/*", batch=batch)(handler)
+
+
+def test_a_handler_with_a_tx_of_its_own_needs_no_effects():
+    class Transaction(msgspec.Struct):
+        amount: int
+
+    async def of_value(tx: dict[str, str]) -> None: ...
+
+    async def of_transaction(transaction: Transaction) -> None: ...
+
+    async def of_default(event: Event, tx: object = None) -> None: ...
+
+    transaction: Any = of_transaction
+    transaction.__annotations__["transaction"] = Transaction
+    for handler in (of_value, transaction, of_default):
+        assert Handler.of(handler, batch=False).on_event is not None
 
 
 def test_the_idempotency_key_tells_events_apart():
