@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    URL,
     ColumnElement,
     Connection,
     Engine,
     Select,
     Table,
     and_,
+    case,
     create_engine,
     delete,
     func,
@@ -29,7 +31,7 @@ from ..streams.clock import now_us
 from ..streams.errors import InvalidArgument, NotFound, NotSupported, PayloadTooLarge, StorageError
 from ..streams.identity import SequenceToken, StreamId
 from .failed_events import count_again
-from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
+from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, outbox_lanes, positions, require, unapplied
 from .state import MAX_STATE_BYTES
 
 _MICROSECOND = timedelta(microseconds=1)
@@ -39,12 +41,20 @@ _SYNC_DRIVERS = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
 _ADD_STATE = text("""
     INSERT INTO headrace_position AS p (origin, subscription, stream, generation, queue, token_offset, token_index,
     unapplied, revision, written_at_us, state, state_version, expires_at_us)
-    VALUES (:origin, :subscription, :stream, -1, 0, 0, 0, 0, 1, :now_us, :state, :state_version, :expires_at_us)
+    VALUES (:origin, :subscription, :stream, -1, 0, 0, 0, 0, 1, :now_us, :state, :state_version, NULL)
     ON CONFLICT (origin, subscription, stream) DO UPDATE SET revision = p.revision + 1,
-    written_at_us = excluded.written_at_us, state = excluded.state, expires_at_us = excluded.expires_at_us,
+    written_at_us = excluded.written_at_us, state = excluded.state,
+    expires_at_us = CASE WHEN p.expires_at_us > :now_us THEN p.expires_at_us END,
     state_version = COALESCE(CAST(:version AS INTEGER), p.state_version, excluded.state_version)
 """)
 """The generation -1 comes before every generation of a subscription. A handler may have inserted the row meanwhile."""
+
+
+NEVER_MOVED = (
+    "no silo has moved events of this provider: check the name that Outbox has, or start a silo whose provider of this "
+    "name has the option `outbox`"
+)
+"""The first step of a mover stores a lane."""
 
 
 class EffectsSummary(NamedTuple):
@@ -82,7 +92,7 @@ class OutboxSummary(NamedTuple):
     refused: int
     """Batches that the queue refused: their streams wait."""
     problem: str | None
-    """Why one of them was refused."""
+    """Why one of them was refused, or that no silo has moved events of this provider."""
 
 
 class StoredState(NamedTuple):
@@ -100,12 +110,13 @@ class StoredState(NamedTuple):
 
 def engine_of(url: str) -> Engine:
     """Return an engine for a URL of SQLAlchemy. For one with a driver for asyncio, such as asyncpg, it is an engine for
-    the same database with psycopg or sqlite3. Raises InvalidArgument for another text, NotSupported for another
-    database."""
+    the same database with psycopg or sqlite3. Raises InvalidArgument for another text and for SQLite in memory,
+    NotSupported for another database."""
     try:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
         check_dialect(backend)
+        _refuse_in_memory(parsed)
         if parsed.drivername == "postgresql" or parsed.get_dialect().is_async:
             parsed = parsed.set(drivername=_SYNC_DRIVERS[backend])
         # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
@@ -120,6 +131,15 @@ def engine_of(url: str) -> Engine:
             f"the URL of the database is wrong ({type(error).__name__}): write "
             "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
         ) from None
+
+
+def _refuse_in_memory(url: URL) -> None:
+    """Raise InvalidArgument for SQLite in memory: the tables would vanish with the connection."""
+    name = url.database or ":memory:"
+    if url.get_backend_name() == "sqlite" and (":memory:" in name or url.query.get("mode") == "memory"):
+        raise InvalidArgument(
+            "effects in SQLite need a file: a database in memory ends with its connection; write sqlite:///FILE"
+        )
 
 
 @contextmanager
@@ -146,7 +166,7 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
 def _check_file(engine: Engine) -> None:
     """SQLite would create the file. Raise NotFound if it is missing."""
     file = engine.url.database
-    if engine.dialect.name != "sqlite" or not file or file.startswith((":memory:", "file:")) or Path(file).exists():
+    if engine.dialect.name != "sqlite" or file is None or file.startswith("file:") or Path(file).exists():
         return
     raise NotFound(f"there is no file {file!r}: check its name, or create it with 'headrace effects migrate'")
 
@@ -195,7 +215,11 @@ def outboxes(connection: Connection) -> list[OutboxSummary]:
     row = outbox.c
     counts = func.count(), func.sum(row.events), func.min(row.written_at_us), func.count(row.problem)
     query = select(row.provider, *counts, func.min(row.problem)).group_by(row.provider).order_by(row.provider)
-    return [OutboxSummary(each[0], each[1], int(each[2]), *each[3:]) for each in connection.execute(query)]
+    moved = connection.execute(select(outbox_lanes.c.provider).distinct()).scalars().all()
+    return [
+        OutboxSummary(*each[:2], int(each[2]), *each[3:5], each[5] or (None if each[0] in moved else NEVER_MOVED))
+        for each in connection.execute(query)
+    ]
 
 
 def retry_refused(connection: Connection) -> int:
@@ -243,9 +267,9 @@ def set_state(
     origin: str | None = None,
     max_bytes: int = MAX_STATE_BYTES,
 ) -> bool:
-    """Set the state of a stream, or delete it. A new state has no time to live, and the `version` of the former one if
-    none is given, or else 1. A handler that runs meanwhile runs again. Return whether an event of the stream was
-    applied before.
+    """Set the state of a stream, or delete it. A new state ends when the former one would have ended; it has no time to
+    live if there was none. Without `version`, it has that of the former one, or else 1. A handler that runs meanwhile
+    runs again. Return whether an event of the stream was applied before.
 
     Raises NotFound if there is no state to delete, or no row and no `origin`; InvalidArgument if several providers have
     such a row and none is named; PayloadTooLarge.
@@ -258,14 +282,16 @@ def set_state(
     if value is None and (row is None or row.state is None):
         raise NotFound(f"subscription {subscription!r} has no state of stream {stream}")
     number = None if value is None else version or (row.state_version if row is not None else None) or 1
-    values: dict[str, Any] = {"state": value, "state_version": number, "expires_at_us": None}
+    values: dict[str, Any] = {"state": value, "state_version": number}
+    now, known = now_us(), positions.c
     if row is not None:
-        this = and_(*_matching(positions, subscription, row.origin), positions.c.stream == row.stream)
-        revision = positions.c.revision + 1
-        connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
+        this = and_(*_matching(positions, subscription, row.origin), known.stream == row.stream)
+        kept = None if value is None else case((known.expires_at_us > now, known.expires_at_us))
+        values |= {"expires_at_us": kept, "revision": known.revision + 1, "written_at_us": now}
+        connection.execute(update(positions).where(this).values(values))
         return row.generation >= 0
     key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
-    connection.execute(_ADD_STATE, {**key, "stream": key_of(stream), **values, "version": version, "now_us": now_us()})
+    connection.execute(_ADD_STATE, {**key, "stream": key_of(stream), **values, "version": version, "now_us": now})
     return False
 
 

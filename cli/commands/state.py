@@ -99,7 +99,10 @@ def set_(
     max_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """Set the state of STREAM to VALUE, which is JSON. Handlers see it with their next event."""
+    """Set the state of STREAM to VALUE, which is JSON. Handlers see it with their next event.
+
+    If the state has a time to live, it ends when the former one would have ended.
+    """
     with interrupts_kill():
         from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
         from ...effects.state import MAX_STATE_BYTES  # noqa: PLC0415
@@ -125,7 +128,10 @@ def set_(
     else:
         note(f"set: state of {stream}")
     if not known:
-        note(f"no event of stream {stream} was applied yet: check its name, or delete the state")
+        note(
+            f"no event of stream {stream} was applied yet: the handler finds this state with the first one; check the "
+            "name of the stream, or delete the state"
+        )
 
 
 @command.command()

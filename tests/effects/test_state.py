@@ -147,6 +147,18 @@ def administration_set(database: UserDatabase, value: bytes | None, **options: A
         administration.set_state(connection, "billing", STREAM, value, **options)
 
 
+async def test_a_state_that_is_set_from_outside_keeps_the_time_to_live(async_database: UserDatabase):
+    ends = "SELECT expires_at_us FROM headrace_position"
+    effects, _ = in_scope(async_database, count, state=StreamState(ttl=timedelta(days=1)))
+    await effects.call(event_at(5))
+    (end,) = async_database.rows(ends)
+    administration_set(async_database, b'{"count":10}')
+    assert async_database.rows(ends) == [end]
+    async_database.execute("UPDATE headrace_position SET expires_at_us = 1")
+    administration_set(async_database, b'{"count":11}')  # the former state is over, so its end says nothing
+    assert async_database.rows(ends) == [(None,)]
+
+
 async def test_a_state_can_be_set_before_the_first_event(async_database: UserDatabase):
     with pytest.raises(NotFound, match="give --origin"):
         administration_set(async_database, b'{"count":10}')
