@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import cache_from_source
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from watchfiles import Change, DefaultFilter
@@ -30,7 +30,7 @@ from ..silo.supervisor import SiloWorker
 from ..store.datadir import open_data_directory
 from ..streams.background import BackgroundTasks, first_of
 from ..streams.errors import Busy, InvalidArgument
-from ..streams.outcomes import DONE
+from ..streams.outcomes import DONE, FAILED
 from .commands.running import handle_signals
 from .log_format import log_to_stderr
 
@@ -41,6 +41,9 @@ DRAIN_S = 1.0
 """How long handlers may take to end before the silo starts again, in seconds."""
 KILL_S = 10.0
 """A silo that has not stopped after this time, in seconds, is killed."""
+RETRY_S = 2.0
+"""Pause before a silo starts again whose fault may be outside of the project, such as a database without tables, in
+seconds."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -48,8 +51,10 @@ def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_por
     """Serve the project in the working directory until a signal. Return the exit code.
 
     If the silo cannot start because of a file of the project, or ends by itself, the reason is logged, and the next
-    change starts it again. Raises InvalidArgument for an option or variable that no change of a file can make right,
-    and Busy if a port is taken.
+    change starts it again. For a reason outside of the files, it is also tried again every `RETRY_S`.
+
+    Raises InvalidArgument for an option or variable that no change of a file can make right, and Busy if a port is
+    taken.
     """
     grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen", "HOST:PORT"))
     http = HttpConfig(host=LOOPBACK, port=_free_port(LOOPBACK, http_port, "--port", "PORT"))
@@ -109,6 +114,14 @@ class ProjectFilter(DefaultFilter):
         return (inside.suffix == ".py" or path == str(self._config)) and super().__call__(change, str(inside))
 
 
+class _SiloFault(NamedTuple):
+    """The reason why a silo cannot start, or has ended by itself."""
+
+    text: str
+    is_in_project: bool
+    """False: it may pass without a change of a file, because a database, or another process, is to blame."""
+
+
 class ReloadingSilo:
     """The silo of a project. Call `run` once."""
 
@@ -147,13 +160,22 @@ class ReloadingSilo:
         raise AssertionError("the files are watched until the task is cancelled")
 
     async def _serve_again_and_again(self) -> None:
+        last_fault: _SiloFault | None = None
         while not self._stopping.is_set():
-            self._changed.clear()
+            if self._changed.is_set():
+                last_fault = None
+                self._changed.clear()
             self._forget_compiled()
-            if fault := await self._serve():
-                log.error("%s", fault)
-                log.info("the silo starts again when a file changes")
-                await self._changed_or_stopping()
+            fault = await self._serve()
+            if fault is not None:
+                if fault != last_fault:
+                    log.error("%s", fault.text)
+                    when = "" if fault.is_in_project else f", and is tried again every {RETRY_S:g} s until then"
+                    log.info("the silo starts again when a file changes%s", when)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if fault.is_in_project else RETRY_S):
+                        await self._changed_or_stopping()
+            last_fault = fault
 
     def _forget_compiled(self) -> None:
         """Delete compiled changed modules: Python takes a file that changed within the same second for the same one."""
@@ -167,19 +189,21 @@ class ReloadingSilo:
         """Wait until a file changes, or until a signal stops the command."""
         await first_of(self._changed.wait(), self._stopping.wait(), name="headrace dev change")
 
-    async def _serve(self) -> str:
-        """Run the silo until it is stopped, or ends by itself. Return the reason of the latter, else ""."""
+    async def _serve(self) -> _SiloFault | None:
+        """Run the silo until it is stopped, or ends by itself. Return the reason of the latter, else None."""
         try:
             config = self._load()
         except (InvalidArgument, OSError) as error:
-            return str(error)
+            return _SiloFault(str(error), is_in_project=True)
         self._worker = SiloWorker(config)
         async with BackgroundTasks() as background:
             background.start(self._stop_on_change(self._worker), "headrace dev stop")
             ended = await self._worker.run()
         if self._changed.is_set() or self._stopping.is_set():
-            return ""
-        return ended.why if ended.reported.error else f"the silo ended: {ended.why}"
+            return None
+        if not ended.reported.error:
+            return _SiloFault(f"the silo ended: {ended.why}", is_in_project=True)
+        return _SiloFault(ended.why, is_in_project=ended.code != FAILED)
 
     async def _stop_on_change(self, worker: SiloWorker) -> None:
         await self._changed_or_stopping()

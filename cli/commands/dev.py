@@ -29,7 +29,8 @@ def command(*, folder: Path, listen: str, port: int) -> int:
     .headrace in DIR, and serves gRPC and the dashboard on this machine only, without TLS and tokens.
 
     When a Python file or silo.toml below DIR changes, the silo starts again, and goes on after the events that are
-    done. If a file has an error, it is shown, and the silo waits for the next change. Ctrl-C ends it.
+    done. If a file has an error, it is shown, and the silo waits for the next change. If the error is outside of the
+    files, such as missing tables, the silo also tries again by itself. Ctrl-C ends it.
     """
     host, grpc_port = parse_address(listen)
     if not (folder / CONFIG).is_file():

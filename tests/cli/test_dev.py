@@ -110,6 +110,23 @@ def test_dev_survives_a_silo_that_dies(tmp_path: Path, headrace: Headrace) -> No
         assert dev.end() == 0
 
 
+def test_dev_goes_on_when_the_tables_for_effects_are_created_meanwhile(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    (tmp_path / "handlers.py").write_text(
+        "from sqlalchemy import create_engine\n"
+        "from headrace import Effects, Event, Transaction, subscription\n"
+        "@subscription('billing', 'orders/*', effects=Effects(create_engine('sqlite:///user.db')))\n"
+        "async def billing(event: Event, tx: Transaction) -> None: ...\n"
+    )
+    with DevelopmentProcess([SCRIPT, "dev", "--listen", "127.0.0.1:0", "--port", "0"], tmp_path) as dev:
+        dev.until("create them with 'headrace effects migrate sqlite:///user.db'")
+        dev.until("the silo starts again when a file changes, and is tried again every 2 s until then")
+        assert headrace("effects", "migrate", "sqlite:///user.db").code == 0
+        log = dev.until("silo is ready")
+        assert dev.end() == 0
+    assert log.count("has no tables for effects") == 1
+
+
 @pytest.mark.parametrize(("taken", "option"), [(0, "--listen HOST:PORT"), (1, "--port PORT")])
 def test_a_port_in_use_is_told_with_its_option(taken: int, option: str, tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
