@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -417,5 +418,32 @@ async def test_a_role_without_the_rights_is_refused_with_the_table(
             assert await mover.move() == 0
         finally:
             await close(weak)
+            database.execute(f"DROP OWNED BY {role}")
+            database.execute(f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("rights", [("a publish",), ("a publish", "outbox.published")])
+async def test_a_publisher_needs_the_rights_that_the_page_lists(rights: Sequence[str], schema_url: Callable[[], str]):
+    page = (Path(__file__).parents[2] / "docs" / "effects.md").read_text()
+    async with user_database("psycopg-async", "", schema_url) as database:
+        role = f"publisher_{uuid.uuid4().hex}"
+        place = make_url(database.url).set(drivername="postgresql+psycopg", username=role, password="x")
+        weak = create_engine(place)
+        namespace = database.rows("SELECT current_schema()")[0][0]
+        database.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+        database.execute(f'GRANT USAGE ON SCHEMA "{namespace}" TO {role}')
+        for each in rights:
+            (right,) = re.findall(rf"^\| .*{each}.* \| (\w+) on `headrace_outbox` \|$", page, re.MULTILINE)
+            database.execute(f"GRANT {right} ON headrace_outbox TO {role}")
+        try:
+            with weak.connect() as connection:
+                Outbox().publish(StreamId("orders", "42"), b"a", connection=connection)
+                if len(rights) == 1:
+                    with pytest.raises(DBAPIError, match="permission denied for table headrace_outbox"):
+                        Outbox().published(connection=connection)
+                else:
+                    assert len(Outbox().published(connection=connection)) == 1
+        finally:
+            weak.dispose()
             database.execute(f"DROP OWNED BY {role}")
             database.execute(f"DROP ROLE {role}")
