@@ -1,14 +1,18 @@
 """`headrace why`."""
 
+import asyncio
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from headrace import Provider, StreamId
+from headrace import Event, Provider, StreamId
 from headrace.cli.main import main
-from headrace.streams.subscriptions import Selector, SubscriptionDefinition
+from headrace.silo.why_gathering import explain_stream
+from headrace.streams.identity import SequenceToken
+from headrace.streams.subscriptions import GapRecord, Mode, Selector, SubscriptionDefinition
 from tests.cli.commandline import Headrace
 from tests.cli.test_cli_cluster import evenly
 from tests.silo.talking import silos
@@ -40,6 +44,41 @@ def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.
     assert found["subscription"] is None
     assert [cause["code"] for cause in found["causes"]] == ["subscription_missing"]
     assert main(["why", "shop", "--data", str(data)]) != 0
+
+
+async def test_the_process_that_serves_the_subscription_is_named(data: Path, headrace: Headrace) -> None:
+    began = asyncio.Event()
+
+    async def handle(_: Event) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async with Provider.open(data) as provider:
+        await provider.create_subscription(SubscriptionDefinition(name="busy", selector=Selector("busy/*")))
+        await provider.subscribe("busy", None, handle)
+        await provider.publish(StreamId("busy", "1"), b"x")
+        await began.wait()
+        found = await asyncio.to_thread(headrace, "why", "busy/1", "--data", str(data), "--json")
+        await provider.aclose(0.0)
+    ((one,),) = [each["causes"] for each in found.json]
+    assert one["code"] == "not_asked"
+    assert one["evidence"] == (
+        f"subscription 'busy' of provider 'default' is served by process {os.getpid()}; it has events that are not "
+        "finished, as of its saved progress"
+    )
+
+
+async def test_a_gap_of_a_consumer_that_keeps_its_positions_is_named(tmp_path: Path) -> None:
+    broadcast = SubscriptionDefinition(name="news", selector=Selector("shop/*"), mode=Mode.BROADCAST)
+    token = SequenceToken(0)
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.create_subscription(broadcast)
+        async with provider.subscribe("news", consumer="one"):
+            await provider.publish(StreamId("shop", "1"), b"x")
+            gap = GapRecord("default", "news~one", 0, None, token, token, "retention", 1)
+            await provider.store.add_gaps([gap])
+            (found,) = await explain_stream(provider, StreamId("shop", "2"), "news")
+    assert found.causes[0].code == "retained_away"
 
 
 def test_a_silo_that_does_not_answer_and_a_stopped_agent_are_named(tmp_path: Path, headrace: Headrace) -> None:
