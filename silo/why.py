@@ -102,7 +102,7 @@ class SubscriptionFacts:
     served: bool | None = None
     """Whether the asked process serves it with a handler or has a group of consumers."""
     standby: str = ""
-    """Which process serves the subscription, if the asked one stands by for it, or reads only the data directory."""
+    """Which process serves the subscription, if the asked one stands by for it."""
     handler: bool = False
     consumers: Sequence[ConsumerFacts] = ()
     assigned: bool = True
@@ -299,8 +299,7 @@ def _consumers(facts: WhyFacts) -> _Found:
     if one.served is False and _has_all(facts):
         return
     if one.served is False and not facts.is_asked:
-        served = f"{one.standby}; it" if one.standby else f"subscription {one.name!r}"
-        yield "not_asked", f"{served} has events that are not finished, as of its saved progress"
+        yield "not_asked", f"subscription {one.name!r} has events that are not finished, as of its saved progress"
     elif one.standby:
         yield "standing_by", one.standby
     elif one.served is False:

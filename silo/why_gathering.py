@@ -13,7 +13,7 @@ from ..agents import Group, HandlerService, PullingAgent, ServedSubscription
 from ..agents.cursor import CursorState, StreamCursor
 from ..agents.delivery.delivery import Delivery
 from ..agents.delivery.group_delivery import GroupDelivery
-from ..streams.errors import Busy, HeadraceError
+from ..streams.errors import HeadraceError
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -127,7 +127,7 @@ async def explain_queues(
     chosen = [one for one in definitions if one.name in names]
     if not chosen:
         return [QueueExplanation("", one.queue.queue, explain(one)) for one in facts]
-    gathered = [_Gathering(provider, stream, one, store_answers=not error, is_asked=is_asked) for one in chosen]
+    gathered = [_Gathering(provider, stream, one, store_answers=not error) for one in chosen]
     await asyncio.gather(*(one.load([queue.queue for queue in queues]) for one in gathered))
     found = await asyncio.gather(*(_in_queue(provider, stream, one, gathered) for one in facts))
     return [explanation for in_queue in found for explanation in in_queue]
@@ -216,13 +216,7 @@ class _Gathering:
     """Gathers the facts about one subscription in one stream."""
 
     def __init__(
-        self,
-        provider: ProviderCore,
-        stream: StreamId,
-        definition: SubscriptionDefinition,
-        *,
-        store_answers: bool,
-        is_asked: bool,
+        self, provider: ProviderCore, stream: StreamId, definition: SubscriptionDefinition, *, store_answers: bool
     ) -> None:
         self._provider = provider
         self._stream = stream
@@ -232,16 +226,11 @@ class _Gathering:
         """Why facts of the control store are missing."""
         self._matches = definition.selector.matcher()(stream)
         self._served = _served(provider, definition.name)
-        self._is_asked = is_asked
-        self._other_process = ""
-        """The process that serves the subscription instead of this one."""
         self._saved: Mapping[int, Checkpoint] = {}
         self._gaps: Sequence[GapRecord] = ()
 
     async def load(self, queues: Sequence[int]) -> None:
         """Read what the control store has about the subscription. Facts that do not come in time are left out."""
-        if not self._is_asked:
-            self._other_process = await _server_of(self._provider, self._definition.name)
         if not self._matches or not self._store_answers:
             return
         store, provider, name = self._provider.store, self._provider.name, self._definition.name
@@ -280,7 +269,7 @@ class _Gathering:
             found = _with_consumers(found, served, queue.queue)
         elif queue.has_lease and queue.agent is not None:
             waiting = self._provider.standby.waiting.get(self._definition.name)
-            found = replace(found, served=False, standby=self._other_process if waiting is None else waiting.reason)
+            found = replace(found, served=False, standby="" if waiting is None else waiting.reason)
         if not found.matches:
             return found
         if delivery is not None:
@@ -346,17 +335,6 @@ class _Gathering:
         if gap is not None and found.last == -1:
             one = replace(one, gap=f"queue {queue}: offsets {gap.low} to {gap.high}: {gap.reason}")
         return one
-
-
-async def _server_of(provider: ProviderCore, name: str) -> str:
-    """Return which other process serves a subscription of the data directory; "" if it is none, or not known."""
-    try:
-        async with provider.exclusive(name):
-            return ""
-    except Busy as busy:
-        return busy.problem
-    except HeadraceError:
-        return ""
 
 
 def _served(provider: ProviderCore, name: str) -> ServedSubscription | None:

@@ -1,14 +1,12 @@
 """`headrace why`."""
 
-import asyncio
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from headrace import Event, Provider, StreamId
+from headrace import Provider, StreamId
 from headrace.cli.main import main
 from headrace.silo.why_gathering import explain_stream
 from headrace.streams.identity import SequenceToken
@@ -44,28 +42,6 @@ def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.
     assert found["subscription"] is None
     assert [cause["code"] for cause in found["causes"]] == ["subscription_missing"]
     assert main(["why", "shop", "--data", str(data)]) != 0
-
-
-async def test_the_process_that_serves_the_subscription_is_named(data: Path, headrace: Headrace) -> None:
-    began = asyncio.Event()
-
-    async def handle(_: Event) -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    async with Provider.open(data) as provider:
-        await provider.create_subscription(SubscriptionDefinition(name="busy", selector=Selector("busy/*")))
-        await provider.subscribe("busy", None, handle)
-        await provider.publish(StreamId("busy", "1"), b"x")
-        await began.wait()
-        found = await asyncio.to_thread(headrace, "why", "busy/1", "--data", str(data), "--json")
-        await provider.aclose(0.0)
-    ((one,),) = [each["causes"] for each in found.json]
-    assert one["code"] == "not_asked"
-    assert one["evidence"] == (
-        f"subscription 'busy' of provider 'default' is served by process {os.getpid()}; it has events that are not "
-        "finished, as of its saved progress"
-    )
 
 
 async def test_a_gap_of_a_consumer_that_keeps_its_positions_is_named(tmp_path: Path) -> None:
