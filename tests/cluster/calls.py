@@ -64,7 +64,7 @@ class Direction:
         """Send a message; None: no more follow."""
         world = self._connection.world
         self._under_way.append(message)
-        self._last = max(self._last, world.now + self._connection.latency_s * world.rng.random())
+        self._last = max(self._last, world.now + self._connection.latency_s() * world.rng.random())
         world.call_at(self._last, self._arrives)
 
     def _arrives(self) -> None:
@@ -109,7 +109,7 @@ class Connection:
         client: Machine,
         silo: Machine,
         is_cut_off: Callable[[], bool],
-        latency_s: float,
+        latency_s: Callable[[], float],
         address: str,
     ) -> None:
         self.world = world
@@ -131,7 +131,7 @@ class Connection:
     def begin(self, handler: Handler, principal: Principal, closing: asyncio.Event) -> None:
         """Let the call reach the silo, and handle it there."""
         call = SiloCall(self, principal, closing)
-        delay_s = self.latency_s * self.world.rng.random()
+        delay_s = self.latency_s() * self.world.rng.random()
 
         def arrives() -> None:
             if self.is_broken or self.silo.gone:
@@ -155,7 +155,7 @@ class Connection:
             self.world.problem(f"{self.silo.name} failed in a call: {failure!r}")
             raise
         if not self.silo.gone:
-            self.world.later(self.latency_s * self.world.rng.random(), lambda: self._end_at_client(error))
+            self.world.later(self.latency_s() * self.world.rng.random(), lambda: self._end_at_client(error))
 
     def _end_at_client(self, error: HeadraceError | None) -> None:
         """The end comes after all messages."""

@@ -81,7 +81,7 @@ class SimulatedTransport(Transport):
         silo = self._world.silos.get(address)
         if silo is not None:
             return silo.connect(self._machine, EVERYTHING, method, cut_off=lambda: False, wait_s=wait_s)
-        refused = Connection(self._world, self._machine, Machine("nobody"), lambda: False, 0.0, self._address)
+        refused = Connection(self._world, self._machine, Machine("nobody"), lambda: False, lambda: 0.0, self._address)
         refused.break_off()
         return ClientCall(refused)
 

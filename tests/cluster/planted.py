@@ -28,8 +28,10 @@ from headrace.client.unconfirmed import UnconfirmedAcknowledgements
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.silo.gateway import ClusterGateways, GatewaySession
+from headrace.silo.placement import LeaseOwner
 from headrace.silo.services import consumer_session
 from headrace.silo.services.consumer_session import ConsumerSession
+from headrace.silo.services.consumer_target import ConsumerKey
 from headrace.silo.services.pulling import PullingConsumer
 from headrace.store.rows import position_token
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
@@ -368,8 +370,9 @@ def gateways_confirm_what_they_sent(stack: ExitStack) -> None:
 def gateways_report_to_the_owner_they_know(stack: ExitStack) -> None:
     """A gateway passes reports of consumers that pull to the owner of its last view, also if that is older."""
 
-    async def owner_of_the_view(gateways: ClusterGateways, provider: str, report: pb.QueueReport, _: float) -> str:
-        return gateways.placements.owner(provider, report.queue).silo
+    def owner_of_the_view(gateways: ClusterGateways, key: ConsumerKey, queue: int) -> LeaseOwner:
+        owner = gateways.placements.owner(key.provider, queue)
+        return owner._replace(epoch=1 << 62)  # as if no report could be newer
 
     stack.enter_context(patch.object(ClusterGateways, "_owner", owner_of_the_view))
 

@@ -73,6 +73,7 @@ HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
 KINDS = (
     "planned", "moves", "seeks", "drains", "clocks", "outages", "crashes", "pauses", "blocks", "network", "answers",
+    "consumers",
     "everything",
 )  # fmt: skip
 REAL_STORE = 50
@@ -250,6 +251,8 @@ class Silo:
         self.killed_at: float | None = None
         self.cut_off = False
         self.congested = False
+        self.stranded = False
+        """The store cannot be reached, and messages of consumers take long."""
         self.answers_after_s = 0.0
         self.answered_late = 0
         self.blocks_s = 0.0
@@ -449,8 +452,13 @@ class Silo:
         self, client: Machine, principal: Principal, method: str, *, cut_off: Callable[[], bool], wait_s: float = 0.0
     ) -> ClientCall:
         """Begin a call of this silo. `wait_s` is the caller's deadline; 0: it has none."""
-        world = self.world
-        latency_s = 0.0 if client is self.machine else world.weather.latency_s
+        world, weather = self.world, self.world.weather
+
+        def latency_s() -> float:
+            if client is self.machine:
+                return 0.0
+            return weather.slow_s if self.stranded else weather.latency_s
+
         connection = Connection(world, client, self.machine, lambda: cut_off() or self.cut_off, latency_s, self.name)
         if self.machine.gone or not self.up:
             connection.break_off()
@@ -531,6 +539,8 @@ class SimulatedCluster(Simulation):
         self.weather = NetworkConditions(rng, latency_s=rng.choice((0.0, 0.01, 0.2)), slow_s=1.2 * self.options.lease_s)
         if kind in ("pauses", "network", "everything"):
             self.weather.slow = rng.choice((0.0, 0.05, 0.2))
+        if kind == "answers":  # a lease is taken late, when its owner has renewed it late
+            self.weather.slow = rng.choice((0.05, 0.2))
         if kind in ("network", "everything"):
             self.weather.loss = rng.choice((0.0, 0.02, 0.2))
         if kind in ("outages", "moves"):
@@ -546,7 +556,7 @@ class SimulatedCluster(Simulation):
     async def subscribe(self, name: str) -> None:
         """From here on."""
         retry = self.rng.choice((PATIENT, PATIENT, HASTY))
-        grouped = self.rng.random() < 0.5
+        grouped = self.rng.random() < 0.5 or self.kind == "consumers"
         mode = self.rng.choice((Mode.SHARED, Mode.SHARED, Mode.BOUND, Mode.BROADCAST)) if grouped else Mode.SHARED
         definition = SubscriptionDefinition(
             name=name, selector=Selector("s/*"), retry=retry, mode=mode, start=Start.of("earliest")
@@ -826,6 +836,8 @@ class Incidents:
             silo.machine.pause()
         elif what == "cut off":
             silo.cut_off = True
+        elif what == "stranded":
+            silo.stranded = True
         elif what == "refused call":
             world.weather.refuses = self.rng.choice(REFUSED)
         else:
@@ -836,6 +848,8 @@ class Incidents:
             silo.machine.resume()
         elif what == "cut off":
             silo.cut_off = False
+        elif what == "stranded":
+            silo.stranded = False
         elif what == "refused call":
             world.weather.refuses = ""
         else:
@@ -930,6 +944,7 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
     "blocks": ("start", "leave", "block", "block", "stall"),
     "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
     "answers": ("start", "late answer", "late answer"),
+    "consumers": ("start", "leave", "vanish", "vanish", "vanish", "stranded", "break", "stall"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
         "congestion", "late answer", "wall clock", "block", "stall", "refused call",
