@@ -28,6 +28,7 @@ CODE, RETRY_AFTER_MS = "headrace-code", "headrace-retry-after-ms"
 RETRY_MS = 200
 """The pause before a retry that clients are told, in milliseconds."""
 _STATUS = {cast("tuple[int, str]", status.value)[0]: status for status in grpc.StatusCode}
+_GONE = "the caller is gone"
 _INTERNAL = "the silo failed on this call, which is a bug: its log says more"
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -99,7 +100,10 @@ class GrpcCall(GuardedCall):
 
     async def before_stream(self) -> None:
         # Send them first: while a first message is being sent, gRPC cannot send an error.
-        await self._context.send_initial_metadata(())
+        try:
+            await self._context.send_initial_metadata(())
+        except grpc.aio.InternalError as error:  # gRPC has ended the call; the cancellation of the handler follows
+            raise Unavailable(_GONE) from error
 
     async def read(self) -> bytes | None:
         message = await self._context.read()
@@ -112,7 +116,7 @@ class GrpcCall(GuardedCall):
         try:
             await self._context.write(message)
         except grpc.aio.InternalError as error:  # gRPC has ended the call; the cancellation of the handler follows
-            raise Unavailable("the caller is gone") from error
+            raise Unavailable(_GONE) from error
 
     def remaining_s(self) -> float | None:
         return self._context.time_remaining()
@@ -218,7 +222,7 @@ class CallGuard:
             return await self.run(method, GrpcCall(context), *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
             failure = self.note_failure(method, error)
-            await context.abort(failure.status, failure.details, tuple(failure.trailers))
+            await _abort(context, failure)
 
     async def run(self, method: ServiceMethod, call: GuardedCall, *requests: bytes) -> Any:
         """Admit a call, and run its handler. Raise the handler's errors; HeadraceError if the call is refused."""
@@ -283,6 +287,15 @@ def failure_of(error: HeadraceError) -> CallFailure:
     if error.retryable:
         trailers.append((RETRY_AFTER_MS, str(RETRY_MS)))
     return CallFailure(_STATUS[error.status], details_of(error), trailers)
+
+
+async def _abort(context: Context, failure: CallFailure) -> None:
+    """End the call with this status. gRPC takes it for aborted when the handler returns, too."""
+    try:
+        await context.abort(failure.status, failure.details, tuple(failure.trailers))
+    except grpc.aio.InternalError:
+        # The caller is gone. gRPC would log a traceback if it has not noticed that the connection is closed.
+        log.debug("%s: no answer is sent: %s", _GONE, failure.details)
 
 
 def _authorization(context: Context) -> str | bytes | None:

@@ -2,13 +2,19 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from google.protobuf import empty_pb2, struct_pb2, wrappers_pb2
 
 from headrace.proto.v1 import events_pb2
-from headrace.server.access import Permission, Principal, new_token, principal_of
-from headrace.server.limits import ClientLimits
+from headrace.server.access import NoTokens, Permission, Principal, new_token, principal_of
+from headrace.server.guard import CallGuard
+from headrace.server.limits import UNLIMITED, ClientLimiter, ClientLimits
 from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
 from headrace.streams.errors import (
     HeadraceError,
@@ -22,7 +28,7 @@ from headrace.streams.errors import (
     Unavailable,
     error_of,
 )
-from tests.silo.services.calling import Caller, Refused, offering
+from tests.silo.services.calling import Caller, Refused, connecting, offering
 
 EMPTY = empty_pb2.Empty()
 
@@ -189,6 +195,58 @@ async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytes
             stream.cancel()
         for _ in streams:
             await ended.acquire()
+    assert not caplog.records
+
+
+@asynccontextmanager
+async def watched_server(method: ServiceMethod, outcomes: asyncio.Queue[BaseException | None]) -> AsyncGenerator[str]:
+    """A gRPC server with the guard's handler of a stream. `outcomes` gets the errors that the handler raises to gRPC.
+
+    gRPC forgives some of them if it has noticed before that the caller is gone. It nearly always has.
+    """
+    guard = CallGuard(NoTokens(), ClientLimiter(UNLIMITED, asyncio.get_running_loop().time))
+    guard.open_services([method])
+    service, _, name = method.name.partition("/")
+    handler: Any = guard.handlers([method])[service][name]
+
+    async def converse(request: object, context: object) -> None:
+        try:
+            await handler.stream_stream(request, context)
+        except BaseException as error:
+            outcomes.put_nowait(error)
+            raise
+        outcomes.put_nowait(None)
+
+    server = grpc.aio.server()
+    server.add_registered_method_handlers(service, {name: grpc.stream_stream_rpc_method_handler(converse)})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(10)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+async def test_callers_that_hang_up_before_their_error_are_no_failure(cancel: bool, caplog: pytest.LogCaptureFixture):
+    begun = asyncio.Semaphore(0)
+
+    async def handler(call: ServiceCall) -> None:
+        begun.release()
+        assert await call.read() is None
+        raise NotFound("no")
+
+    outcomes = asyncio.Queue[BaseException | None]()
+    async with watched_server(ServiceMethod("test.Service/Call", MethodKind.STREAM, handler), outcomes) as address:
+        for _ in range(3):
+            async with connecting(address) as caller:
+                streams = [caller.stream("test.Service/Call") for _ in range(30)]
+                for _ in streams:
+                    await begun.acquire()
+                for stream in streams if cancel else ():
+                    stream.cancel()
+            found = [await outcomes.get() for _ in streams]
+            assert {type(error) for error in found} <= {type(None), grpc.aio.AbortError, asyncio.CancelledError}
     assert not caplog.records
 
 
