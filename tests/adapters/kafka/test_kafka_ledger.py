@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.kafka_servers import KafkaServer
 from headrace.adapters import ProducerSequence
 from headrace.adapters.kafka import KafkaAdapter
-from headrace.adapters.kafka.client import KafkaClients
+from headrace.adapters.kafka.client import KafkaClients, KafkaRecord
 from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, partition_tag, producer_state
 from headrace.adapters.kafka.ledgers import ledger_topic
 from headrace.adapters.kafka.limits import KAFKA_LIMITS
@@ -185,23 +186,35 @@ async def test_full_ledger_forgets_the_producers_of_the_longest_time_ago(
 
 async def test_call_without_batches_that_another_process_stored_later_is_not_deleted(address: str) -> None:
     topic = new_topic()
-    limits = QUICK._replace(snapshot_records=3, producers_kept_s=1.0)
-    async with opened(address, topic, limits=limits) as adapter, opened(address, topic) as other:
-        await publish(adapter, 1)
-        await asyncio.sleep(1.1)
-        await publish(other, 2)
-        for _ in range(3):
-            await adapter.enqueue([(0, batch("x"))])
-        assert len(await received(await adapter.open_receiver(0, 0), 3)) == 3
-        await adapter.snapshots_stored()
+    limits = QUICK._replace(snapshot_records=3, producers_kept_s=3600.0)
+    two_hours_ago = int((time.time() - 7200) * 1000)
+    async with opened(address, topic) as other:
+        await publish(other, 1)
+        await other.enqueue([], sequence=ProducerSequence("gone", 1, 0))
+        rows = {row.key() or b"": row.value() for row in await _ledger_rows(address, topic)}
+        for key, value in rows.items():
+            ForeignProgram(address).write(ledger_topic(topic), [value], key=key, time_ms=two_hours_ago)
+        async with opened(address, topic, limits=limits) as adapter:
+            receiver = await adapter.open_receiver(0, 0)
+            await publish(other, 2)
+            for _ in range(3):
+                await adapter.enqueue([(0, batch("x"))])
+            assert len(await received(receiver, 3)) == 3
+            await adapter.snapshots_stored()
+    deleted = [row.key() for row in await _ledger_rows(address, topic) if row.value() is None]
+    assert deleted == [key for key in rows if key.endswith(b"gone")]
+    assert len(rows) == 2
+
+
+async def _ledger_rows(address: str, topic: str) -> list[KafkaRecord]:
     clients = KafkaClients(KafkaOptions(bootstrap=address), ClientSettings({}))
     end = await _end_of_ledger(address, topic)
 
-    def deleted() -> list[bytes | None]:
+    def read() -> list[KafkaRecord]:
         groups = read_range(clients, ledger_topic(topic), 0, 0, end, timeout_s=5.0)
-        return [record.key() for group in groups for record in group if record.value() is None]
+        return [record for group in groups for record in group]
 
-    assert await asyncio.to_thread(deleted) == []
+    return await asyncio.to_thread(read)
 
 
 async def test_call_that_has_begun_is_stored_before_the_adapter_is_closed(address: str) -> None:
