@@ -29,6 +29,10 @@ SPARE = b"\x0a\x05spare"
 AT_A_TIME = 3
 ANSWER_S = 30.0
 """How long an answer is waited for; then the attacker hangs up."""
+WRITE_S = 5.0
+"""How long the requests of one call may take to write. A silo reads no more of a call whose answers are not read."""
+ATTACK_S = 60.0
+"""How long one attack may take."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -75,8 +79,9 @@ class Ended(NamedTuple):
 class Attacker:
     """Attacks from one machine, with numbers of its own."""
 
-    def __init__(self, address: str, port: int, seed: int) -> None:
+    def __init__(self, address: str, port: int, seed: int, *, write_s: float = WRITE_S) -> None:
         self.address = address
+        self._write_s = write_s
         self.native_port = port
         self.rng = random.Random(seed)
         self.statuses: Counter[str] = Counter()
@@ -136,10 +141,11 @@ class Attacker:
             if not isinstance(each, BaseException):
                 each[1].close()
 
-    def _connect(self, port: int | None = None) -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """To gRPC, or to another port of the silo."""
+    async def _connect(self, port: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To gRPC, or to another port of the silo. Raises OSError."""
         host, _, grpc_port = self.address.rpartition(":")
-        return asyncio.open_connection(host, port or int(grpc_port))
+        async with asyncio.timeout(ANSWER_S):
+            return await asyncio.open_connection(host, port or int(grpc_port))
 
     # ---- the native protocol ---------------------------------------------------------------------------------------
 
@@ -270,11 +276,16 @@ class Attacker:
     async def _converse(self, channel: Any, target: Target, requests: Sequence[bytes]) -> None:
         call = channel.stream_stream(f"/{target.name}")()
         sent = b""
-        with suppress(Exception):  # whatever gRPC raises where the call ends while something is written
-            for sent in requests:
-                await call.write(sent)
-            if self.rng.random() < 0.5:
-                await call.done_writing()
+        try:
+            async with asyncio.timeout(self._write_s):
+                with suppress(Exception):  # gRPC raises various errors if the call ends during a write
+                    for sent in requests:
+                        await call.write(sent)
+                    if self.rng.random() < 0.5:
+                        await call.done_writing()
+        except TimeoutError:
+            call.cancel()
+            return
         await self._read(call, target, sent, 0.5)
 
     async def _read(self, call: Any, target: Target, request: bytes, patience_s: float) -> None:
@@ -332,7 +343,7 @@ class Attacker:
             credit = consumer_pb2.Credit(events=(1 << 64) - 1, bytes=(1 << 64) - 1)
             request = consumer_pb2.SubscribeRequest(open=opening, credit=credit).SerializeToString()
             with suppress(grpc.aio.AioRpcError):
-                await call.write(request)
+                await call.write(request)  # it is small: it does not wait for the silo to read
             await self._read(call, _TARGET["Subscribe"], request, 2.0)
 
     def _channel(self) -> Any:
@@ -443,7 +454,7 @@ async def attack(address: str, seed: int, seconds: float) -> dict[str, Any]:
     port = await native_port(address)
     attackers = [Attacker(address, port, seeds.getrandbits(32)) for _ in range(AT_A_TIME)]
     if not seconds:
-        await asyncio.gather(*(each() for each in dict.fromkeys(attackers[0].attacks)))
+        await asyncio.gather(*(_run_attack(each) for each in dict.fromkeys(attackers[0].attacks)))
     ends = asyncio.get_running_loop().time() + seconds
     await asyncio.gather(*(_go_on(attacker, ends) for attacker in attackers))
     statuses = sum((attacker.statuses for attacker in attackers), Counter[str]())
@@ -453,7 +464,16 @@ async def attack(address: str, seed: int, seconds: float) -> dict[str, Any]:
 
 async def _go_on(attacker: Attacker, ends: float) -> None:
     while asyncio.get_running_loop().time() < ends:
-        await attacker.rng.choice(attacker.attacks)()
+        await _run_attack(attacker.rng.choice(attacker.attacks))
+
+
+async def _run_attack(attack: Callable[[], Awaitable[None]]) -> None:
+    """Raise AssertionError if the attack does not end."""
+    try:
+        async with asyncio.timeout(ATTACK_S):
+            await attack()
+    except TimeoutError as error:
+        raise AssertionError(f"{attack} has not ended after {ATTACK_S:g} s") from error
 
 
 if __name__ == "__main__":
