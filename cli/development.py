@@ -13,8 +13,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -56,23 +57,40 @@ def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_por
     Raises InvalidArgument for an option or variable that no change of a file can make right, and Busy if a port is
     taken.
     """
-    grpc = GrpcConfig(host=host, port=_free_port(host, grpc_port, "--listen", "HOST:PORT"))
-    http = HttpConfig(host=LOOPBACK, port=_free_port(LOOPBACK, http_port, "--port", "PORT"))
-    if grpc.port == http.port:
-        raise InvalidArgument(f"--listen and --port have the same port {http.port}: give another one to one of them")
-    silo = ReloadingSilo(config, data, grpc, http)
-    check_variables(os.environ, silo.flags)
-    log_to_stderr("info")
-    _make_data_directory(data)
-    asyncio.run(silo.run())
+    with (
+        _reserved_port(host, grpc_port, "--listen", "HOST:PORT") as grpc_reserved,
+        _reserved_port(LOOPBACK, http_port, "--port", "PORT") as http_reserved,
+    ):
+        grpc, http = GrpcConfig(host=host, port=grpc_reserved), HttpConfig(host=LOOPBACK, port=http_reserved)
+        if grpc.port == http.port:
+            raise InvalidArgument(
+                f"--listen and --port have the same port {http.port}: give another one to one of them"
+            )
+        silo = ReloadingSilo(config, data, grpc, http)
+        check_variables(os.environ, silo.flags)
+        log_to_stderr("info")
+        _make_data_directory(data)
+        asyncio.run(silo.run())
     return DONE
 
 
-def _free_port(host: str, port: int, option: str, value: str) -> int:
-    """Return the port, or a free one for 0, so that it stays the same over restarts.
+@contextmanager
+def _reserved_port(host: str, port: int, option: str, value: str) -> Generator[int]:
+    """Yield the port, or a free one for 0. It stays the same over restarts.
+
+    On Linux, a socket that is bound and does not listen keeps the system from giving the port to other programs until
+    the silo listens, also between restarts. The silo can bind the same port, because it sets SO_REUSEADDR, too.
 
     Raises InvalidArgument if the silo can never listen at the address, Busy if another process does.
     """
+    with _bound(host, port, option, value) as reservation:
+        free: int = reservation.getsockname()[1]
+        if sys.platform != "linux":  # elsewhere, the silo could not bind the port
+            reservation.close()
+        yield free
+
+
+def _bound(host: str, port: int, option: str, value: str) -> socket.socket:
     given = f"{option} {GrpcConfig(host=host).at(port) if value == 'HOST:PORT' else port}"
     if not is_loopback(host):
         raise InvalidArgument(
@@ -81,10 +99,12 @@ def _free_port(host: str, port: int, option: str, value: str) -> int:
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return probe.getsockname()[1]
+        with ExitStack() as on_error:
+            bound = on_error.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            on_error.pop_all()
+            return bound
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise InvalidArgument(f"{given}: {error.strerror}: give another {value}") from None

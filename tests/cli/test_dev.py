@@ -127,6 +127,22 @@ def test_dev_goes_on_when_the_tables_for_effects_are_created_meanwhile(tmp_path:
     assert log.count("has no tables for effects") == 1
 
 
+def test_dev_keeps_its_free_port_while_no_silo_runs(tmp_path: Path, headrace: Headrace) -> None:
+    headrace("init")
+    handlers = tmp_path / "handlers.py"
+    good = handlers.read_text()
+    with DevelopmentProcess([SCRIPT, "dev", "--listen", "127.0.0.1:0", "--port", "0"], tmp_path) as dev:
+        ready = re.compile(r"silo is ready.*; gRPC on 127\.0\.0\.1:(\d+)")
+        (port,) = ready.findall(dev.until("silo is ready"))
+        handlers.write_text(good + "\nsend_receipt(")
+        dev.until("the silo starts again when a file changes")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(port)))
+        handlers.write_text(good)
+        assert ready.findall(dev.until("silo is ready", 2)) == [port, port]
+        assert dev.end() == 0
+
+
 @pytest.mark.parametrize(("taken", "option"), [(0, "--listen HOST:PORT"), (1, "--port PORT")])
 def test_a_port_in_use_is_told_with_its_option(taken: int, option: str, tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
