@@ -28,7 +28,7 @@ from typing import Protocol
 
 from ..streams.background import BackgroundTasks
 from ..streams.cluster import ClusterView, Lease, SiloRecord, SiloSuperseded
-from ..streams.errors import Fenced, HeadraceError, StorageError, Unavailable
+from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
 from .held_leases import HeldLease, HeldLeases, QueueOwner
@@ -331,9 +331,10 @@ class Membership:
         """Send a heartbeat, and act on the view that it returns. Return whether to do it again at once."""
         began, me = self._loop.time(), self.me
         try:
-            if self._leaving:  # before the heartbeat: a silo that sends heartbeats and does not leave gets queues
-                with suppress(*([StorageError] if self.held else [])):  # renewing its leases is more important
-                    await self._tell_leaving()
+            if self._leaving and not self.held:
+                # A silo that sends heartbeats, and is not marked as leaving, gets queues. If it still has queues,
+                # renewing their leases comes first, and `_finish_leaving` marks it afterwards.
+                await self._tell_leaving()
             view = await self._store.beat(me, self._options.lease_s)
         except Fenced as fenced:
             if me is not self.me:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -78,19 +78,20 @@ def run_and_reload(config: Path, data: Path, host: str, grpc_port: int, http_por
 def _reserved_port(host: str, port: int, option: str, value: str) -> Generator[int]:
     """Yield the port, or a free one for 0. It stays the same over restarts.
 
-    On Linux, a socket that is bound and does not listen keeps the system from giving the port to other programs until
-    the silo listens, also between restarts. The silo can bind the same port, because it sets SO_REUSEADDR, too.
+    On Linux, a socket that is bound and does not listen keeps the system from choosing the port for another program,
+    also between restarts. The silo can bind the same port, because both set SO_REUSEADDR.
 
     Raises InvalidArgument if the silo can never listen at the address, Busy if another process does.
     """
-    with _bound(host, port, option, value) as reservation:
+    with _bind(host, port, option, value) as reservation:
         free: int = reservation.getsockname()[1]
         if sys.platform != "linux":  # elsewhere, the silo could not bind the port
             reservation.close()
         yield free
 
 
-def _bound(host: str, port: int, option: str, value: str) -> socket.socket:
+def _bind(host: str, port: int, option: str, value: str) -> socket.socket:
+    """Return a socket that is bound to the address and does not listen. Raises InvalidArgument, Busy."""
     given = f"{option} {GrpcConfig(host=host).at(port) if value == 'HOST:PORT' else port}"
     if not is_loopback(host):
         raise InvalidArgument(
@@ -99,12 +100,14 @@ def _bound(host: str, port: int, option: str, value: str) -> socket.socket:
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as on_error:
-            bound = on_error.enter_context(socket.socket(family, kind, protocol))
+        bound = socket.socket(family, kind, protocol)
+        try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
-            on_error.pop_all()
-            return bound
+        except OSError:
+            bound.close()
+            raise
+        return bound
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise InvalidArgument(f"{given}: {error.strerror}: give another {value}") from None
@@ -138,8 +141,8 @@ class _SiloFault(NamedTuple):
     """The reason why a silo cannot start, or has ended by itself."""
 
     text: str
-    is_in_project: bool
-    """False: it may pass without a change of a file, because a database, or another process, is to blame."""
+    may_pass: bool
+    """The cause is outside of the files, for example a database: the silo starts again after `RETRY_S`."""
 
 
 class ReloadingSilo:
@@ -190,10 +193,10 @@ class ReloadingSilo:
             if fault is not None:
                 if fault != last_fault:
                     log.error("%s", fault.text)
-                    when = "" if fault.is_in_project else f", and is tried again every {RETRY_S:g} s until then"
+                    when = f", and is tried again every {RETRY_S:g} s until then" if fault.may_pass else ""
                     log.info("the silo starts again when a file changes%s", when)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(None if fault.is_in_project else RETRY_S):
+                    async with asyncio.timeout(RETRY_S if fault.may_pass else None):
                         await self._changed_or_stopping()
             last_fault = fault
 
@@ -214,7 +217,7 @@ class ReloadingSilo:
         try:
             config = self._load()
         except (InvalidArgument, OSError) as error:
-            return _SiloFault(str(error), is_in_project=True)
+            return _SiloFault(str(error), may_pass=False)
         self._worker = SiloWorker(config)
         async with BackgroundTasks() as background:
             background.start(self._stop_on_change(self._worker), "headrace dev stop")
@@ -222,8 +225,8 @@ class ReloadingSilo:
         if self._changed.is_set() or self._stopping.is_set():
             return None
         if not ended.reported.error:
-            return _SiloFault(f"the silo ended: {ended.why}", is_in_project=True)
-        return _SiloFault(ended.why, is_in_project=ended.code != FAILED)
+            return _SiloFault(f"the silo ended: {ended.why}", may_pass=False)
+        return _SiloFault(ended.why, may_pass=ended.code == FAILED)
 
     async def _stop_on_change(self, worker: SiloWorker) -> None:
         await self._changed_or_stopping()

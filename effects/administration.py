@@ -50,11 +50,10 @@ _ADD_STATE = text("""
 """The generation -1 comes before every generation of a subscription. A handler may have inserted the row meanwhile."""
 
 
-NEVER_MOVED = (
-    "no silo has moved events of this provider: check the name that Outbox has, or start a silo whose provider of this "
-    "name has the option `outbox`"
+_NEVER_MOVED = (
+    "no silo has moved events of this provider: check the provider name given to `Outbox`, or start a silo whose "
+    "provider of this name has the option `outbox`"
 )
-"""The first step of a mover stores a lane."""
 
 
 class EffectsSummary(NamedTuple):
@@ -136,7 +135,8 @@ def engine_of(url: str) -> Engine:
 def _refuse_in_memory(url: URL) -> None:
     """Raise InvalidArgument for SQLite in memory: the tables would vanish with the connection."""
     name = url.database or ":memory:"
-    if url.get_backend_name() == "sqlite" and (":memory:" in name or url.query.get("mode") == "memory"):
+    in_memory = name.removeprefix("file:") == ":memory:" or url.query.get("mode") == "memory"
+    if url.get_backend_name() == "sqlite" and in_memory:
         raise InvalidArgument(
             "effects in SQLite need a file: a database in memory ends with its connection; write sqlite:///FILE"
         )
@@ -215,10 +215,13 @@ def outboxes(connection: Connection) -> list[OutboxSummary]:
     row = outbox.c
     counts = func.count(), func.sum(row.events), func.min(row.written_at_us), func.count(row.problem)
     query = select(row.provider, *counts, func.min(row.problem)).group_by(row.provider).order_by(row.provider)
+    # A silo stores a lane before it moves the first event of a provider.
     moved = connection.execute(select(outbox_lanes.c.provider).distinct()).scalars().all()
     return [
-        OutboxSummary(*each[:2], int(each[2]), *each[3:5], each[5] or (None if each[0] in moved else NEVER_MOVED))
-        for each in connection.execute(query)
+        OutboxSummary(
+            provider, batches, int(events), oldest, refused, problem or (None if provider in moved else _NEVER_MOVED)
+        )
+        for provider, batches, events, oldest, refused, problem in connection.execute(query)
     ]
 
 
@@ -267,9 +270,9 @@ def set_state(
     origin: str | None = None,
     max_bytes: int = MAX_STATE_BYTES,
 ) -> bool:
-    """Set the state of a stream, or delete it. A new state ends when the former one would have ended; it has no time to
-    live if there was none. Without `version`, it has that of the former one, or else 1. A handler that runs meanwhile
-    runs again. Return whether an event of the stream was applied before.
+    """Set the state of a stream, or delete it. A new state keeps the expiry time of the state that it replaces; it has
+    none if that one had none, or has expired. Without `version`, it has that of the former one, or else 1. A handler
+    that runs meanwhile runs again. Return whether an event of the stream was applied before.
 
     Raises NotFound if there is no state to delete, or no row and no `origin`; InvalidArgument if several providers have
     such a row and none is named; PayloadTooLarge.

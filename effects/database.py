@@ -517,8 +517,7 @@ class ObservedTransaction:
         """Raise InvalidArgument if the handler has ended the transaction. Some drivers commit each statement then."""
         if self._root is None or not self._root.is_active or self._was_ended:
             raise InvalidArgument(
-                "the handler ended its transaction, which belongs to headrace: return to commit, raise an exception to "
-                "roll back"
+                "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
             )
 
     def check(self) -> None:

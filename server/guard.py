@@ -100,10 +100,7 @@ class GrpcCall(GuardedCall):
 
     async def before_stream(self) -> None:
         # Send them first: while a first message is being sent, gRPC cannot send an error.
-        try:
-            await self._context.send_initial_metadata(())
-        except grpc.aio.InternalError as error:  # gRPC has ended the call; the cancellation of the handler follows
-            raise Unavailable(_GONE) from error
+        await self._context.send_initial_metadata(())
 
     async def read(self) -> bytes | None:
         message = await self._context.read()
@@ -290,7 +287,7 @@ def failure_of(error: HeadraceError) -> CallFailure:
 
 
 async def _abort(context: Context, failure: CallFailure) -> None:
-    """End the call with this status. gRPC takes it for aborted when the handler returns, too."""
+    """Answer the call with this failure. If the caller is gone, return: gRPC then ends the call as aborted."""
     try:
         await context.abort(failure.status, failure.details, tuple(failure.trailers))
     except grpc.aio.InternalError:

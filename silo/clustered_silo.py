@@ -23,7 +23,7 @@ from ..server.methods import ServiceMethod
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
-from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
+from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, StorageError, Unavailable
 from .config import ClusterConfig, SiloConfig
 from .in_process import InProcessTransport
 from .metric_snapshots import ClusterSnapshot
@@ -37,6 +37,8 @@ from .unserved_queues import UnservedQueues
 
 log = logging.getLogger("headrace.silo")
 
+READ_VIEW_S = 0.5
+"""Pause between two reads of the view that callers cause, in seconds."""
 LOOK_UP_S = 0.5
 """Shortest interval of asking the store whether an unknown caller is a silo that joined just now, in seconds."""
 MAX_LOOK_UPS = 100
@@ -74,6 +76,14 @@ class ClusteredSilo:
         self._store = control.cluster(secret_hash=silo_hash(self.secret))
         self._peers = PeerConnections(self.secret, tls_of(config), credentials)
         self._membership: Membership | None = None
+        self._reading = asyncio.Lock()
+        """Held while `read_view` reads."""
+        self._read_at = -math.inf
+        """Loop time when the last such read began that has ended."""
+        self._next_read_at = -math.inf
+        """Loop time before which no such read begins."""
+        self._read_error = ""
+        """Why it failed; "" if it did not."""
         self._silos: Mapping[str, SiloRecord] = {}
         self._warned: set[tuple[str, int]] = set()
         """Runs of silos whose different settings are in the log already."""
@@ -200,9 +210,34 @@ class ClusteredSilo:
                 )  # fmt: skip
 
     async def read_view(self) -> None:
-        """Take a view from the store now, not with the next heartbeat, also after it left. Raise StorageError."""
-        read = await self._store.view()
-        self._take_view(read if self.view is None else read.with_over(self.view))
+        """Read the view of the cluster from the store, also after this silo has left the cluster. Raise StorageError.
+
+        Calls at the same time share a read, and reads keep an interval: a client can cause them, and they wait in line
+        with the renewal of leases.
+        """
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
+        async with self._reading:
+            if self._read_at < came_at:
+                await asyncio.sleep(self._next_read_at - loop.time())
+                began = loop.time()
+                self._next_read_at = began + READ_VIEW_S
+                try:
+                    await self._read_newer_view()
+                    self._read_error = ""
+                except StorageError as error:
+                    self._read_error = error.problem
+                self._read_at = began
+            if self._read_error:
+                raise StorageError(self._read_error)
+
+    async def _read_newer_view(self) -> None:
+        while True:
+            before = self.view
+            read = await self._store.view()
+            if self.view is before:  # else a heartbeat brought a view meanwhile, which may be newer
+                break
+        self._take_view(read if before is None else read.keeping_expired(before))
 
     def _take_view(self, read: ClusterView) -> None:
         view = self._without_forgotten(read)

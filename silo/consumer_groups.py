@@ -93,7 +93,11 @@ class ConsumerGroups:
         consumers = cls(provider, edge or Edge(), timeout_s, max_positions, stands_by=stands_by)
         async with BackgroundTasks() as background:
             background.start(consumers._tick(), f"headrace consumers {provider.name}")
-            yield consumers
+            try:
+                yield consumers
+            finally:
+                for group in consumers._groups.values():
+                    _take_no_reports(group)
 
     def check(
         self, definition: SubscriptionDefinition, consumer: str, timeout_s: float, *, keeps_positions: bool
@@ -292,6 +296,14 @@ class ConsumerGroups:
                     log.warning(
                         "progress of subscription %r was not saved after its last consumer left: %s", name, error
                     )
+
+
+def _take_no_reports(group: Group) -> None:
+    """This process takes no more calls: consumers that pulled cannot acknowledge: no queue waits for them."""
+    for member in group.members.values():
+        member.pulls = False
+    for delivery in group.deliveries.values():
+        delivery.waiters.notify()
 
 
 def _handled(definition: SubscriptionDefinition) -> Busy:

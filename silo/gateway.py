@@ -22,7 +22,7 @@ from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.methods import ServiceCall
 from ..streams import wire
-from ..streams.errors import HeadraceError, Unavailable
+from ..streams.errors import HeadraceError, StorageError, Unavailable
 from ..streams.frames import DeliveredBatch
 from .placement import ClusterPlacements, LeaseOwner
 from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
@@ -58,7 +58,7 @@ class GatewaySilos(Protocol):
         ...
 
     async def read_view(self) -> None:
-        """Read the view of the cluster from the store now: `placements` have it then. Raise StorageError."""
+        """Read the view of the cluster from the store, and update `placements`. Raise StorageError."""
         ...
 
 
@@ -120,10 +120,20 @@ class ClusterGateways:
             account.close()
 
     async def report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
-        """Pass reports of a consumer that pulls to the owners of their queues. Return the refusals. Raise StorageError
-        if neither this silo's view of the cluster, nor the consumer's sessions, nor the store tell the owner."""
-        if any(self._owner(target.key, report.queue).epoch < report.epoch for report in reports):
-            await self._silos.read_view()
+        """Pass reports of a consumer that pulls to the owners of their queues. Return the refusals.
+
+        If a report is newer than every owner that is known, read the view of the cluster first. If the store cannot be
+        read, pass on the other reports, and raise StorageError: the consumer sends all of them again."""
+        newer = [report for report in reports if self._owner(target.key, report.queue).epoch < report.epoch]
+        if newer:
+            try:
+                await self._silos.read_view()
+            except StorageError:
+                await self._pass_on(target, [report for report in reports if report not in newer])
+                raise
+        return await self._pass_on(target, reports)
+
+    async def _pass_on(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
         by_owner: dict[str, list[pb.QueueReport]] = {}
         for report in reports:
             by_owner.setdefault(self._owner(target.key, report.queue).silo, []).append(report)

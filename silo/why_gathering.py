@@ -238,9 +238,15 @@ class _Gathering:
             async with self._store_limit():
                 if self._served is None or not all(queue in self._served.deliveries for queue in queues):
                     self._saved = await store.checkpoints(provider, name)
-                # In mode broadcast, each consumer has gaps of its own.
-                names = {name, name if self._served is None else self._served.definition.name}
-                self._gaps = [gap for each in sorted(names) for gap in await store.gaps(provider, each)]
+                self._gaps = await self._load_gaps()
+
+    async def _load_gaps(self) -> Sequence[GapRecord]:
+        """Read the gaps of the subscription. In mode broadcast, each consumer has gaps of its own."""
+        store, provider, name = self._provider.store, self._provider.name, self._definition.name
+        if self._definition.mode is not Mode.BROADCAST:
+            return await store.gaps(provider, name)
+        prefix = f"{name}{CONSUMER_SEPARATOR}"
+        return [gap for gap in await store.gaps(provider) if gap.subscription.startswith(prefix)]
 
     @asynccontextmanager
     async def _store_limit(self) -> AsyncGenerator[None]:

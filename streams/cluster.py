@@ -93,7 +93,7 @@ class ClusterView(NamedTuple):
         """Return the leases that have an owner and have not expired."""
         return [lease for lease in self.leases if lease.owner and (lease.provider, lease.queue) not in self.over]
 
-    def with_over(self, before: ClusterView) -> ClusterView:
-        """Return this view, with those queues `over` that were over in an earlier one and have the same lease."""
+    def keeping_expired(self, before: ClusterView) -> ClusterView:
+        """Return this view. A queue is `over` if it was in an earlier view, and its lease has not changed since."""
         same = {(lease.provider, lease.queue) for lease in {*before.leases} & {*self.leases}}
         return self._replace(over=before.over & same)

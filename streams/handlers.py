@@ -372,15 +372,21 @@ def _takes_transaction_first(handler: Any) -> bool:
 
 
 def _refuse_transaction(handler: Any, name: str) -> None:
-    """Raise InvalidArgument for a function that needs a transaction. Its type is in a package above this one."""
+    """Raise InvalidArgument if the function has a parameter for a transaction. The type `Transaction` is in a higher
+    package, so it is recognised by its name. So is a parameter `tx` after the first one."""
     try:
         signature = _signature(handler)
     except (TypeError, ValueError):
         return  # functions in C may have no signature
     for index, parameter in enumerate(signature.parameters.values()):
+        if parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
         kind = parameter.annotation
-        is_transaction = getattr(kind, "__name__", "") == "Transaction" and kind.__module__.startswith("headrace.")
-        if parameter.default is parameter.empty and (is_transaction or (parameter.name == "tx" and index > 0)):
+        is_transaction = getattr(kind, "__name__", "") == "Transaction" and str(kind.__module__).startswith("headrace.")
+        if is_transaction or (parameter.name == "tx" and index > 0 and kind is not Event):
             raise InvalidArgument(
                 f"{name}{signature} takes a transaction, and the subscription has no effects: give it "
                 f"effects=Effects(engine), or leave out `{parameter.name}`"

@@ -136,8 +136,8 @@ class Member:
 
     @property
     def may_acknowledge(self) -> bool:
-        """Whether acknowledgements may still come before its session timeout. A consumer that pulls sends them through
-        any silo, also when the one is gone from which it pulled."""
+        """Whether the consumer can still acknowledge the events that it holds. A consumer that pulls can, through any
+        silo, until its session timeout."""
         return self.attached or self.pulls
 
     @property

@@ -101,7 +101,7 @@ def set_(
 ) -> None:
     """Set the state of STREAM to VALUE, which is JSON. Handlers see it with their next event.
 
-    If the state has a time to live, it ends when the former one would have ended.
+    The new state keeps the expiry time of the one that it replaces. If that one has expired, it has none.
     """
     with interrupts_kill():
         from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
@@ -129,8 +129,8 @@ def set_(
         note(f"set: state of {stream}")
     if not known:
         note(
-            f"no event of stream {stream} was applied yet: the handler finds this state with the first one; check the "
-            "name of the stream, or delete the state"
+            f"no event of stream {stream} was applied yet: check its name; the handler finds the state with the first "
+            "event"
         )
 
 

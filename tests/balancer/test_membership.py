@@ -194,6 +194,23 @@ async def test_a_silo_renews_its_leases_while_the_store_does_not_record_that_it_
 
 
 @virtual_time
+async def test_a_silo_without_queues_sends_no_heartbeat_until_the_store_has_recorded_that_it_leaves() -> None:
+    """The others would give it queues."""
+    member = Member()
+    await member.joined()
+    member.store.failing = {"leaving"}
+    with pytest.raises(Unavailable):
+        await member.membership.drain()
+    assert not member.membership.held
+    (before,) = (await member.store.view()).silos
+    await asyncio.sleep(3 * member.options.period_s)
+    (after,) = (await member.store.view()).silos
+    assert after.heartbeats == before.heartbeats
+    member.store.failing = set()
+    await member.membership.leave()
+
+
+@virtual_time
 async def test_a_silo_that_ends_while_queues_cannot_be_saved_says_so() -> None:
     member = Member()
     await member.joined()

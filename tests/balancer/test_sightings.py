@@ -62,8 +62,8 @@ def test_of_the_time_before_it_was_seen_only_the_store_knows():
     assert timed(Sightings(), 100, 2 * HOUR_US, SILO) == (3600, 3600)
 
 
-def test_a_view_that_the_store_made_keeps_the_leases_that_are_known_to_be_over() -> None:
+def test_a_view_read_from_the_store_keeps_expired_leases() -> None:
     renewed = LEASE._replace(queue=1)
     before = ClusterView(0, [SILO], [LEASE, renewed], frozenset({("p", 0), ("p", 1)}))
     read = ClusterView(1, [SILO], [LEASE, renewed._replace(renewals=renewed.renewals + 1)])
-    assert read.with_over(before).over == {("p", 0)}
+    assert read.keeping_expired(before).over == {("p", 0)}

@@ -24,6 +24,7 @@ def test_a_database_in_memory_is_refused(headrace: Headrace):
         for command in ("migrate", "list"):
             refused = headrace("effects", command, url).refused(2)
             assert refused.startswith("effects in SQLite need a file: a database in memory ends with its connection")
+    assert headrace("effects", "migrate", "sqlite:///a:memory:b.db").code == 0
 
 
 def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_path: Path, postgres_url: str):
@@ -66,8 +67,22 @@ def test_a_state_that_no_handler_would_see_is_refused_or_noted(headrace: Headrac
     kept = headrace("state", "set", *at, "--max-bytes", "100000", "billing", "orders/42", large)
     assert (kept.code, "no event" in kept.err) == (0, False)
     unknown = headrace("state", "set", *at, "billing", "orders/nosuch", "1")
-    note = "no event of stream orders/nosuch was applied yet: the handler finds this state with the first one; check"
+    note = (
+        "no event of stream orders/nosuch was applied yet: check its name; the handler finds the state with the first"
+    )
     assert (unknown.code, note in unknown.err) == (0, True)
+
+
+def test_an_outbox_whose_provider_no_silo_has_is_named(headrace: Headrace, tmp_path: Path):
+    url = f"sqlite:///{tmp_path / 'user.db'}"
+    headrace("effects", "migrate", url)
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute("INSERT INTO headrace_outbox VALUES (2, 'mistyped', 0, 'a/1', 1, X'00', 5, NULL)")
+        connection.execute("INSERT INTO headrace_outbox VALUES (3, 'moved', 0, 'a/1', 1, X'00', 5, NULL)")
+        connection.execute("INSERT INTO headrace_outbox_lane VALUES ('moved', 7, 'p', 1, '[]', '', 0)")
+    problems = {each["provider"]: each["problem"] for each in headrace("effects", "outbox", url, "--json").json}
+    assert problems["moved"] is None
+    assert problems["mistyped"].startswith("no silo has moved events of this provider: check the provider name")
 
 
 def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Path):
@@ -97,15 +112,6 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
     assert waiting == {
         "provider": "default", "batches": 1, "events": 3, "oldest_at_us": 5, "refused": 1, "problem": "refused",
     }  # fmt: skip
-    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
-        connection.execute("INSERT INTO headrace_outbox VALUES (2, 'mistyped', 0, 'a/1', 1, X'00', 5, NULL)")
-        connection.execute("INSERT INTO headrace_outbox VALUES (3, 'moved', 0, 'a/1', 1, X'00', 5, NULL)")
-        connection.execute("INSERT INTO headrace_outbox_lane VALUES ('moved', 7, 'p', 1, '[]', '', 0)")
-    problems = {
-        each["provider"]: each["problem"] for each in headrace("effects", "outbox", "sqlite:///user.db", "--json").json
-    }
-    assert problems["moved"] is None
-    assert problems["mistyped"].startswith("no silo has moved events of this provider: check the name")
     assert "tried again: 1" in headrace("effects", "outbox", "sqlite:///user.db", "--retry").err
     assert headrace("effects", "outbox", "sqlite:///user.db", "--json").json[0]["refused"] == 0
     (summary,) = headrace("effects", "list", "sqlite:///user.db", "--json").json

@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from watchfiles import Change
 
 from headrace import SyncClient
-from headrace.cli.development import ProjectFilter
+from headrace.cli.development import RETRY_S, ProjectFilter
 from headrace.cli.log_format import ColourFormatter
 from tests.cli.commandline import ENVIRONMENT, SCRIPT, Headrace
 from tests.cli.projects import DevelopmentProcess
@@ -121,6 +122,7 @@ def test_dev_goes_on_when_the_tables_for_effects_are_created_meanwhile(tmp_path:
     with DevelopmentProcess([SCRIPT, "dev", "--listen", "127.0.0.1:0", "--port", "0"], tmp_path) as dev:
         dev.until("create them with 'headrace effects migrate sqlite:///user.db'")
         dev.until("the silo starts again when a file changes, and is tried again every 2 s until then")
+        time.sleep(3 * RETRY_S)  # two more attempts fail
         assert headrace("effects", "migrate", "sqlite:///user.db").code == 0
         log = dev.until("silo is ready")
         assert dev.end() == 0

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,18 @@ def test_causes_are_printed_with_evidence_and_remedy(data: Path, capsys: pytest.
     assert main(["why", "shop", "--data", str(data)]) != 0
 
 
-async def test_a_gap_of_a_consumer_that_keeps_its_positions_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("present", [["one"], ["one", "two"], []])
+async def test_gaps_of_broadcast_consumers_are_named(tmp_path: Path, present: list[str]) -> None:
     broadcast = SubscriptionDefinition(name="news", selector=Selector("shop/*"), mode=Mode.BROADCAST)
     token = SequenceToken(0)
-    async with Provider.open(tmp_path, queues=1) as provider:
+    async with Provider.open(tmp_path, queues=1) as provider, AsyncExitStack() as consuming:
         await provider.create_subscription(broadcast)
-        async with provider.subscribe("news", consumer="one"):
-            await provider.publish(StreamId("shop", "1"), b"x")
-            gap = GapRecord("default", "news~one", 0, None, token, token, "retention", 1)
-            await provider.store.add_gaps([gap])
-            (found,) = await explain_stream(provider, StreamId("shop", "2"), "news")
+        for consumer in present:
+            await consuming.enter_async_context(provider.subscribe("news", consumer=consumer))
+        await provider.publish(StreamId("shop", "1"), b"x")
+        gap = GapRecord("default", "news~two", 0, None, token, token, "retention", 1)
+        await provider.store.add_gaps([gap])
+        (found,) = await explain_stream(provider, StreamId("shop", "2"), "news")
     assert found.causes[0].code == "retained_away"
 
 

@@ -478,7 +478,7 @@ class Silo:
 
     async def read_view(self) -> None:
         view = await StoreConnection(self.world.weather, self, self.world.leases).view()
-        self._take_view(view if self.view is None else view.with_over(self.view))
+        self._take_view(view if self.view is None else view.keeping_expired(self.view))
 
     def _take_view(self, view: ClusterView) -> None:
         self.view = view
@@ -539,7 +539,7 @@ class SimulatedCluster(Simulation):
         self.weather = NetworkConditions(rng, latency_s=rng.choice((0.0, 0.01, 0.2)), slow_s=1.2 * self.options.lease_s)
         if kind in ("pauses", "network", "everything"):
             self.weather.slow = rng.choice((0.0, 0.05, 0.2))
-        if kind == "answers":  # a lease is taken late, when its owner has renewed it late
+        if kind == "answers":  # taking a lease takes long: its owner may have renewed it late meanwhile
             self.weather.slow = rng.choice((0.05, 0.2))
         if kind in ("network", "everything"):
             self.weather.loss = rng.choice((0.0, 0.02, 0.2))

@@ -157,6 +157,9 @@ async def test_a_state_that_is_set_from_outside_keeps_the_time_to_live(async_dat
     async_database.execute("UPDATE headrace_position SET expires_at_us = 1")
     administration_set(async_database, b'{"count":11}')  # the former state is over, so its end says nothing
     assert async_database.rows(ends) == [(None,)]
+    async_database.execute("UPDATE headrace_position SET expires_at_us = 9000000000000000")
+    administration_set(async_database, None)
+    assert async_database.rows(ends) == [(None,)]
 
 
 async def test_a_state_can_be_set_before_the_first_event(async_database: UserDatabase):

@@ -39,9 +39,7 @@ STREAM = StreamId("orders", "42")
 ONCE = RetryPolicy(max_attempts=1)
 _LOG = text("INSERT INTO log (value) VALUES (:value)")
 
-ENDED = (
-    "the handler ended its transaction, which belongs to headrace: return to commit, raise an exception to roll back"
-)
+ENDED = "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
 
 Handle = Callable[[Event, Transaction], Awaitable[None]]
 
@@ -279,7 +277,7 @@ async def test_nothing_is_committed_after_a_rollback_of_the_session(database: Us
 
 @pytest.mark.parametrize("executed_before", [False, True])
 @pytest.mark.parametrize("method", ["rollback", "close", "reset", "invalidate"])
-async def test_a_session_that_a_handler_ends_ends_its_transaction_also_without_a_statement(
+async def test_ending_an_unused_session_fails_the_event(
     async_database: UserDatabase, method: str, *, executed_before: bool
 ):
     """SQLAlchemy ignores the call if the session has executed nothing."""
@@ -293,6 +291,35 @@ async def test_a_session_that_a_handler_ends_ends_its_transaction_also_without_a
     with pytest.raises(InvalidArgument, match=ENDED):
         await effects.call(event_at(5))
     assert (async_database.log(), async_database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+async def test_rolling_back_an_unused_transaction_of_the_session_fails_the_event(database: UserDatabase):
+    def begin_and_fail(session: Session) -> None:
+        with suppress(ValueError), session.begin():
+            raise ValueError
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        await tx.run(begin_and_fail)
+
+    effects, _ = in_scope(database, handle)
+    with pytest.raises(InvalidArgument, match=ENDED):
+        await effects.call(event_at(5))
+    assert (database.log(), database.rows("SELECT * FROM headrace_position")) == ([], [])
+
+
+async def test_a_savepoint_that_is_rolled_back_leaves_the_transaction(database: UserDatabase):
+    def fail_in_savepoint(session: Session) -> None:
+        with suppress(ValueError), session.begin_nested():
+            raise ValueError
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await tx.run(fail_in_savepoint)
+        await write_down(event, tx)
+
+    effects, _ = in_scope(database, handle)
+    await effects.call(event_at(5))
+    assert database.log() == ["42@5"]
 
 
 async def test_the_error_after_which_a_handler_rolls_back_stays(database: UserDatabase):
@@ -654,6 +681,17 @@ async def _of_value_and_transaction(value: dict[str, str], tx: Transaction) -> N
 
 
 async def _of_transaction_alone(transaction: Transaction) -> None: ...
+
+
+async def _of_any_number(event: Event, *tx: object, **more: object) -> None: ...
+
+
+async def _of_an_event_called_tx(value: dict[str, str], tx: Event) -> None: ...
+
+
+@pytest.mark.parametrize("handler", [_of_any_number, _of_an_event_called_tx])
+def test_a_handler_that_can_be_called_without_a_transaction_is_taken(handler: Any):
+    Handler.of(handler, batch=False)
 
 
 @pytest.mark.parametrize("handler", [_of_tx_by_name, _of_transaction, _of_value_and_transaction, _of_transaction_alone])

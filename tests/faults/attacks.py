@@ -473,7 +473,7 @@ async def _run_attack(attack: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.timeout(ATTACK_S):
             await attack()
     except TimeoutError as error:
-        raise AssertionError(f"{attack} has not ended after {ATTACK_S:g} s") from error
+        raise AssertionError(f"{attack!r} has not ended after {ATTACK_S:g} s") from error
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytes
 async def watched_server(method: ServiceMethod, outcomes: asyncio.Queue[BaseException | None]) -> AsyncGenerator[str]:
     """A gRPC server with the guard's handler of a stream. `outcomes` gets the errors that the handler raises to gRPC.
 
-    gRPC forgives some of them if it has noticed before that the caller is gone. It nearly always has.
+    gRPC ignores some of these errors if it already knows that the caller is gone, which is the usual order.
     """
     guard = CallGuard(NoTokens(), ClientLimiter(UNLIMITED, asyncio.get_running_loop().time))
     guard.open_services([method])

@@ -32,6 +32,24 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
         caplog.clear()
 
 
+async def test_a_silo_that_ends_does_not_wait_for_pulled_events_that_nobody_can_acknowledge(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        async with ConsumerGroups.opened(provider, 10.0) as served:
+            await provider.create_subscription(definition)
+            await provider.publish(StreamId("n", "1"), b"x")
+            group, member = await served.join(definition, "c", 10.0, pulls=True)
+            group.grant(member, 1, 1000)
+            async with asyncio.timeout(30):
+                while not member.in_flight:  # noqa: ASYNC110 (that a parcel was handed out tells nobody)
+                    await asyncio.sleep(0.01)
+            group.disconnect(member)
+        await provider.aclose(2.0)
+    assert "were not acknowledged" not in caplog.text
+
+
 @asynccontextmanager
 async def limited(tmp_path: Path) -> AsyncGenerator[tuple[Provider, ConsumerGroups]]:
     async with Provider.open(tmp_path / "data", queues=1) as provider:

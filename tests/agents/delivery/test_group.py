@@ -1412,7 +1412,7 @@ async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
 
 
 @virtual_time
-async def test_a_stop_waits_for_pulled_events_also_if_their_gateway_has_gone() -> None:
+async def test_a_stop_waits_for_pulled_events_after_their_gateway_is_gone() -> None:
     """The consumer acknowledges through another silo."""
     async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"])

@@ -170,7 +170,7 @@ async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
 
 
 @virtual_time
-async def test_a_gateway_with_an_old_view_reads_who_the_owner_is() -> None:
+async def test_a_gateway_with_an_old_view_reads_the_owner_from_the_store() -> None:
     """A silo that leaves, or whose heartbeats fail, gets no new views. The results must not wait for one."""
     pulls, cluster = Pulls(), OldView()
     gateways = ClusterGateways(cast("Any", cluster), SendBudget())
@@ -178,6 +178,10 @@ async def test_a_gateway_with_an_old_view_reads_who_the_owner_is() -> None:
     with pytest.raises(StorageError):
         await gateways.report(pulls.target(), reports)
     assert cluster.called == []
+    with pytest.raises(StorageError):
+        await gateways.report(pulls.target(), [pb.QueueReport(queue=1, epoch=1), *reports])
+    assert cluster.called == ["b"], "the owner of queue 1 is known"
+    cluster.called.clear()
     cluster.stored = LeaseOwner(2, "c")
     began = asyncio.get_running_loop().time()
     assert await gateways.report(pulls.target(), reports) == []
