@@ -38,8 +38,8 @@ class StoreCaller(Protocol):
     cut_off: bool
     congested: bool
     """Calls and their answers take long."""
-    stranded: bool
-    """The store cannot be reached, and messages of consumers take long."""
+    without_store: bool
+    """The store cannot be reached."""
     answers_after_s: float
     """Delay of the answer to the next renewal, after which nothing gets through; 0: no delay."""
     answered_late: int
@@ -109,7 +109,7 @@ class StoreConnection:
     async def _reach(self) -> None:
         if self._place.machine.gone:
             raise StorageError("the process is gone")
-        if self._weather.outage or self._place.cut_off or self._place.stranded:
+        if self._weather.outage or self._place.cut_off or self._place.without_store:
             await asyncio.sleep(self._weather.timeout_s * self._weather.rng.random())
             raise StorageError("the store cannot be reached")
 

@@ -251,8 +251,9 @@ class Silo:
         self.killed_at: float | None = None
         self.cut_off = False
         self.congested = False
-        self.stranded = False
-        """The store cannot be reached, and messages of consumers take long."""
+        self.without_store = False
+        self.late_messages = False
+        """Messages of consumers take long."""
         self.answers_after_s = 0.0
         self.answered_late = 0
         self.blocks_s = 0.0
@@ -457,7 +458,7 @@ class Silo:
         def latency_s() -> float:
             if client is self.machine:
                 return 0.0
-            return weather.slow_s if self.stranded else weather.latency_s
+            return weather.slow_s if self.late_messages else weather.latency_s
 
         connection = Connection(world, client, self.machine, lambda: cut_off() or self.cut_off, latency_s, self.name)
         if self.machine.gone or not self.up:
@@ -836,8 +837,8 @@ class Incidents:
             silo.machine.pause()
         elif what == "cut off":
             silo.cut_off = True
-        elif what == "stranded":
-            silo.stranded = True
+        elif what == "late messages":
+            silo.late_messages, silo.without_store = True, self.rng.random() < 0.5
         elif what == "refused call":
             world.weather.refuses = self.rng.choice(REFUSED)
         else:
@@ -848,8 +849,8 @@ class Incidents:
             silo.machine.resume()
         elif what == "cut off":
             silo.cut_off = False
-        elif what == "stranded":
-            silo.stranded = False
+        elif what == "late messages":
+            silo.late_messages = silo.without_store = False
         elif what == "refused call":
             world.weather.refuses = ""
         else:
@@ -944,7 +945,7 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
     "blocks": ("start", "leave", "block", "block", "stall"),
     "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
     "answers": ("start", "late answer", "late answer"),
-    "consumers": ("start", "leave", "vanish", "vanish", "vanish", "stranded", "break", "stall"),
+    "consumers": ("start", "leave", "vanish", "vanish", "vanish", "late messages", "late messages", "break"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
         "congestion", "late answer", "wall clock", "block", "stall", "refused call",
