@@ -299,7 +299,7 @@ class ConsumerGroups:
 
 
 def _take_no_reports(group: Group) -> None:
-    """This process takes no more calls: consumers that pulled cannot acknowledge: no queue waits for them."""
+    """This process takes no more calls. Consumers that pulled cannot acknowledge, so no queue waits for them."""
     for member in group.members.values():
         member.pulls = False
     for delivery in group.deliveries.values():
