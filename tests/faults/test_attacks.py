@@ -18,5 +18,5 @@ async def read_nothing(call: ServiceCall) -> None:
 async def test_consumers_whose_requests_are_not_read_hang_up() -> None:
     subscribe = ServiceMethod("headrace.v1.ConsumerService/Subscribe", MethodKind.STREAM, read_nothing)
     async with offering(ServiceMethod(PUBLISH, MethodKind.UNARY, accept), subscribe) as caller:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await Attacker(caller.address, 0, seed=1, write_s=0.2).sessions()
