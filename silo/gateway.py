@@ -124,12 +124,12 @@ class ClusterGateways:
 
         If a report is newer than every owner that is known, read the view of the cluster first. If the store cannot be
         read, pass on the other reports, and raise StorageError: the consumer sends all of them again."""
-        newer = [report for report in reports if self._owner(target.key, report.queue).epoch < report.epoch]
-        if newer:
+        known = [report for report in reports if report.epoch <= self._owner(target.key, report.queue).epoch]
+        if len(known) < len(reports):
             try:
                 await self._silos.read_view()
             except StorageError:
-                await self._pass_on(target, [report for report in reports if report not in newer])
+                await self._pass_on(target, known)
                 raise
         return await self._pass_on(target, reports)
 
