@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from ..server.methods import ServiceMethod
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
-from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, StorageError, Unavailable
+from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
 from .in_process import InProcessTransport
 from .metric_snapshots import ClusterSnapshot
@@ -32,17 +31,15 @@ from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
 from .placement import ClusterPlacements
 from .provider_core import ProviderCore
+from .shared_read import SharedRead
 from .silo_processes import SiloProcesses
 from .unserved_queues import UnservedQueues
 
 log = logging.getLogger("headrace.silo")
 
-READ_VIEW_S = 0.5
-"""Pause between two reads of the view that callers cause, in seconds."""
-LOOK_UP_S = 0.5
-"""Shortest interval of asking the store whether an unknown caller is a silo that joined just now, in seconds."""
 MAX_LOOK_UPS = 100
-"""Most calls that wait for that answer. Further calls are refused at once."""
+"""Most calls that wait for the answer whether their caller is a silo that joined just now. Further calls are refused at
+once."""
 FORGET_S = 24 * 3600.0
 """Age at which records of silos that are dead or left are deleted, in seconds."""
 
@@ -76,14 +73,7 @@ class ClusteredSilo:
         self._store = control.cluster(secret_hash=silo_hash(self.secret))
         self._peers = PeerConnections(self.secret, tls_of(config), credentials)
         self._membership: Membership | None = None
-        self._reading = asyncio.Lock()
-        """Held while `read_view` reads."""
-        self._read_at = -math.inf
-        """Loop time when the last such read began that has ended."""
-        self._next_read_at = -math.inf
-        """Loop time before which no such read begins."""
-        self._read_error = ""
-        """Why it failed; "" if it did not."""
+        self._view_read = SharedRead(self._read_newer_view)
         self._silos: Mapping[str, SiloRecord] = {}
         self._warned: set[tuple[str, int]] = set()
         """Runs of silos whose different settings are in the log already."""
@@ -210,26 +200,8 @@ class ClusteredSilo:
                 )  # fmt: skip
 
     async def read_view(self) -> None:
-        """Read the view of the cluster from the store, also after this silo has left the cluster. Raise StorageError.
-
-        Calls at the same time share a read, and reads keep an interval: a client can cause them, and they wait in line
-        with the renewal of leases.
-        """
-        loop = asyncio.get_running_loop()
-        came_at = loop.time()
-        async with self._reading:
-            if self._read_at < came_at:
-                await asyncio.sleep(self._next_read_at - loop.time())
-                began = loop.time()
-                self._next_read_at = began + READ_VIEW_S
-                try:
-                    await self._read_newer_view()
-                    self._read_error = ""
-                except StorageError as error:
-                    self._read_error = error.problem
-                self._read_at = began
-            if self._read_error:
-                raise StorageError(self._read_error)
+        """Read the view of the cluster from the store, also after this silo has left it. Raise StorageError."""
+        await self._view_read.read()
 
     async def _read_newer_view(self) -> None:
         while True:
@@ -314,8 +286,7 @@ class SecretsOfView(SiloSecrets):
         self._store = store
         self._own = frozenset([own_hash])
         self._known = self._own
-        self._looking = asyncio.Lock()
-        self._looked_at = -math.inf
+        self._look_up = SharedRead(self._look)
         self._waiting = 0
 
     def take(self, view: ClusterView) -> None:
@@ -325,23 +296,16 @@ class SecretsOfView(SiloSecrets):
         return secret_hash in self._known
 
     async def look_up(self, secret_hash: str) -> None:
-        """Look for new silos in the store. Callers at the same time share one look, and looks keep an interval, because
-        callers without any valid secret cause them too."""
+        """Look for new silos in the store, unless too many callers wait for that already."""
         if self._waiting >= MAX_LOOK_UPS:
             return
-        came_at = asyncio.get_running_loop().time()
         self._waiting += 1
         try:
-            async with self._looking:
-                if self._looked_at < came_at and not self.is_known(secret_hash):
-                    await self._look()
+            await self._look_up.read()
         finally:
             self._waiting -= 1
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._looked_at + LOOK_UP_S - loop.time())
-        self._looked_at = loop.time()
         try:
             self.take(await self._store.view())
         except HeadraceError as error:
