@@ -18,6 +18,12 @@ from .served import DeliveryService, ServedSubscription
 
 log = logging.getLogger("headrace.agents")
 
+
+def log_deleted(name: str) -> None:
+    """Say that a subscription which this process served was deleted."""
+    log.info("subscription %r was deleted: it is not served any more", name)
+
+
 RETRY_S = 1.0
 """Wait before the store is asked again about a subscription that was moved, in seconds."""
 
@@ -216,7 +222,7 @@ class SubscriptionRunner:
             elif await self._attached_again(served):
                 return
             else:
-                log.info("subscription %r was deleted: it is not served any more", name)
+                log_deleted(name)
             if not self._is_paused(served):
                 return  # its lock is not this service's any more
         self.on_fenced(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from sqlalchemy import (
     case,
     create_engine,
     delete,
+    event,
     func,
     make_url,
     select,
@@ -107,12 +109,17 @@ class StoredState(NamedTuple):
     expires_at_us: int | None
 
 
-def engine_of(url: str) -> Engine:
+def engine_of(url: str, *, create: bool = False) -> Engine:
     """Return an engine for a URL of SQLAlchemy. For one with a driver for asyncio, such as asyncpg, it is an engine for
-    the same database with psycopg or sqlite3. Raises InvalidArgument for another text and for SQLite in memory,
-    NotSupported for another database."""
+    the same database with psycopg or sqlite3. Unless `create`, the engine raises NotFound instead of creating a file of
+    SQLite.
+
+    Raises InvalidArgument for another text and for SQLite in memory, NotSupported for another database.
+    """
     try:
         parsed = make_url(url)
+        if parsed.drivername == "postgres":  # libpq takes this name, too
+            parsed = parsed.set(drivername="postgresql")
         backend = parsed.get_backend_name()
         check_dialect(backend)
         _refuse_in_memory(parsed)
@@ -120,7 +127,7 @@ def engine_of(url: str) -> Engine:
             parsed = parsed.set(drivername=_SYNC_DRIVERS[backend])
         # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
         psycopg = parsed.drivername == "postgresql+psycopg"
-        return create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
+        engine = create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
     except ModuleNotFoundError as missing:
         extra = ": pip install 'headrace[postgres]'" if missing.name == "psycopg" else ""
         package = missing.name or str(missing)
@@ -130,6 +137,9 @@ def engine_of(url: str) -> Engine:
             f"the URL of the database is wrong ({type(error).__name__}): write "
             "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
         ) from None
+    if backend == "sqlite" and not create:
+        event.listen(engine, "do_connect", partial(_check_file, parsed.database))
+    return engine
 
 
 def _refuse_in_memory(url: URL) -> None:
@@ -149,9 +159,7 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
     Raises InvalidArgument for another URL, NotSupported for another database, StorageError if it cannot be reached;
     with `migrated`, NotFound if its file is missing, or it has no tables for effects.
     """
-    engine = engine_of(url)
-    if migrated:
-        _check_file(engine)
+    engine = engine_of(url, create=not migrated)
     try:
         with engine.begin() as connection:
             if migrated:
@@ -163,12 +171,10 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
         engine.dispose()
 
 
-def _check_file(engine: Engine) -> None:
+def _check_file(file: str | None, *_: object) -> None:
     """SQLite would create the file. Raise NotFound if it is missing."""
-    file = engine.url.database
-    if engine.dialect.name != "sqlite" or file is None or file.startswith("file:") or Path(file).exists():
-        return
-    raise NotFound(f"there is no file {file!r}: check its name, or create it with 'headrace effects migrate'")
+    if file is not None and not file.startswith("file:") and not Path(file).exists():
+        raise NotFound(f"there is no file {file!r}: check its name, or create it with 'headrace effects migrate'")
 
 
 def summaries(connection: Connection) -> list[EffectsSummary]:

@@ -13,8 +13,8 @@ from ..streams.errors import Closed, InvalidArgument, PayloadInvalid, Unavailabl
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
-from .database import is_outage
 from .effects import Effects, EffectsInScope
+from .outages import is_outage
 from .transaction import Transaction
 
 WAIT_FOR_EARLIER_S = 30.0

@@ -7,25 +7,21 @@ All statements are written for a plain `Connection` of SQLAlchemy. With an `Asyn
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from traceback import clear_frames
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
-from weakref import WeakSet
 
-from sqlalchemy import Connection, Engine, ExceptionContext, event, text
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from ..streams.errors import InvalidArgument, NotSupported, Unavailable
-from .driver_state import IN_ERROR, cancel_statement, is_in_transaction, reports_aborted, transaction_status
+from ..streams.errors import InvalidArgument, NotSupported
+from .driver_state import CANCEL_AGAIN_S, CANCEL_S, cancel_statement, has_running_statement, reports_aborted
 from .handler_session import SESSION_OPTIONS, HandlerSession, flush_and_close
-from .schema import GRANT
+from .observed import ObservedTransaction, observe_errors_and_statements
+from .outages import outages
 from .statement_thread import StatementThread
 
 P = ParamSpec("P")
@@ -33,20 +29,6 @@ R = TypeVar("R")
 
 DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
-CANCEL_S = 2.0
-"""How long a cancelled transaction of an `Engine` waits for the end of its statement, in seconds."""
-CANCEL_AGAIN_S = 0.2
-"""Pause between two attempts to cancel a statement, in seconds: the first one may come between two statements."""
-CONFLICTS = ("40001", "40P01")
-"""SQLSTATE of a serialization failure, and of a deadlock."""
-_OUTAGES = ("08", "53", "57P", "55P03", "25006")
-"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
-_NO_RIGHT = "42501"
-_SQLITE_OUTAGES = (
-    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
-)  # fmt: skip
-"""The file is locked, or it or its disk cannot be used."""
 
 
 class EffectTransaction(ABC):
@@ -88,9 +70,7 @@ class EffectDatabase(ABC):
             if engine.url.database in (None, "", ":memory:"):
                 raise InvalidArgument("effects in SQLite need a file: a database in memory ends with its connection")
             self.transactions = 1
-            for name, listener in (("savepoint", _begin_before_savepoint), ("handle_error", _end_cancelled_statement)):
-                if not event.contains(engine, name, listener):
-                    event.listen(engine, name, listener)
+        observe_errors_and_statements(engine)
 
     @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[EffectTransaction]:
@@ -182,7 +162,6 @@ class ConnectionEffectDatabase(EffectDatabase):
 
 @asynccontextmanager
 async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
-    _connections_of_effects.add(_sync_connection(connection))
     with outages():
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
@@ -194,9 +173,14 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         await opened.flush()
         if not reports_aborted(_sync_connection(connection)):
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
+        opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         with outages():
             await root.commit()
+    except Exception as error:
+        opened.observed.raise_if_lost(error)
+        raise
     finally:
+        opened.observed.end()
         if connection.get_transaction() is not None:  # perhaps one that the handler has begun, or a lost connection's
             await connection.rollback()
 
@@ -204,32 +188,45 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
 class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        self._observed = ObservedTransaction(
+        self.observed = ObservedTransaction(
             _sync_connection(connection), "tx.connection.begin_nested() or tx.session.begin_nested()"
         )
         self._session: AsyncSession | None = None
+        self._running = 0
+        """Statements that the handler has begun by `call` and `call_session`."""
         self.is_over = False
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        _check_not_over(is_over=self.is_over)
-        self._observed.refuse_ended()
-        try:
+        with self._statement():
             return await self._connection.run_sync(function, *args, **kwargs)
-        finally:
-            self._observed.observe()
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        _check_not_over(is_over=self.is_over)
-        self._observed.refuse_ended()
-        try:
+        with self._statement():
             return await self.session.run_sync(function, *args, **kwargs)
+
+    @contextmanager
+    def _statement(self) -> Generator[None]:
+        _check_not_over(is_over=self.is_over)
+        self.observed.refuse_ended()
+        self._running += 1
+        try:
+            yield
         finally:
-            self._observed.observe()
+            self._running -= 1
+            self.observed.observe()
+
+    def refuse_running(self) -> None:
+        """Raise InvalidArgument if a statement still runs. If it failed now, PostgreSQL would answer the COMMIT by a
+        rollback, which psycopg does not report."""
+        if self._running or has_running_statement(_sync_connection(self._connection)):
+            raise InvalidArgument(
+                "a statement still runs when the handler returns: await all statements, also those of tasks"
+            )
 
     async def flush(self) -> None:
-        self._observed.check()
+        self.observed.check()
         session, self._session = self._session, None
         if session is not None:
             await session.run_sync(flush_and_close)
@@ -274,6 +271,10 @@ class ThreadedEffectDatabase(EffectDatabase):
                 raise
             with outages():
                 await opened.end(commit=True)
+        except Exception as error:
+            if opened.observed is not None:
+                opened.observed.raise_if_lost(error)
+            raise
         finally:
             if not opened.is_abandoned:
                 self._idle_threads.append(thread)
@@ -289,7 +290,7 @@ class _ThreadedTransaction(EffectTransaction):
         self.is_abandoned = False
         """A statement did not end after its cancellation. The thread closes the connection when it ends."""
         self._opened: Connection | None = None
-        self._observed: ObservedTransaction | None = None
+        self.observed: ObservedTransaction | None = None
         self._session: HandlerSession | None = None
 
     async def _in_thread(self, function: Callable[[], R]) -> R:
@@ -322,9 +323,8 @@ class _ThreadedTransaction(EffectTransaction):
         if self._opened is None:
             with outages():
                 self._opened = self._engine.connect()
-                _connections_of_effects.add(self._opened)
                 self._opened.begin()
-            self._observed = ObservedTransaction(
+            self.observed = ObservedTransaction(
                 self._opened, "session.begin_nested() in a function that tx.run() calls"
             )
         return self._opened
@@ -344,13 +344,13 @@ class _ThreadedTransaction(EffectTransaction):
         )
 
     def _observing(self, function: Callable[[], R]) -> R:
-        if self._observed is not None:
-            self._observed.refuse_ended()
+        if self.observed is not None:
+            self.observed.refuse_ended()
         try:
             return function()
         finally:
-            if self._observed is not None:
-                self._observed.observe()
+            if self.observed is not None:
+                self.observed.observe()
 
     def _session_in_transaction(self) -> Session:
         if self._session is None:
@@ -359,12 +359,12 @@ class _ThreadedTransaction(EffectTransaction):
 
     async def flush(self) -> None:
         self._refuse_abandoned()
-        if self._observed is not None:
+        if self.observed is not None:
             await self._in_thread(self._end_session)
 
     def _end_session(self) -> None:
-        if self._observed is not None:
-            self._observed.check()
+        if self.observed is not None:
+            self.observed.check()
         session, self._session = self._session, None
         if session is not None:
             flush_and_close(session)
@@ -440,46 +440,6 @@ def database_of(engine: Engine | AsyncEngine | AsyncConnection) -> EffectDatabas
     raise InvalidArgument(f"Effects needs an Engine or an AsyncEngine of SQLAlchemy, not {type(given).__name__}")
 
 
-_connections_of_effects = WeakSet[Connection]()
-"""A savepoint begins a transaction in these only. Other connections of the user's engine keep the behaviour of their
-driver."""
-
-
-def _begin_before_savepoint(connection: Connection, _name: str) -> None:
-    """The drivers of SQLite begin a transaction only with a statement that writes: a savepoint before it would be the
-    transaction, and its end would commit."""
-    if connection in _connections_of_effects and is_in_transaction(connection) is False:
-        connection.exec_driver_sql("BEGIN")
-
-
-def _end_cancelled_statement(context: ExceptionContext) -> None:
-    """End a statement of aiosqlite that was cancelled, and its transaction, before SQLAlchemy closes the connection.
-
-    SQLite keeps a closed connection and its locks while a cursor is open. The traceback of the cancellation and
-    SQLAlchemy's cursor both hold the driver's cursor."""
-    error, connection = context.original_exception, context.connection
-    if isinstance(error, Exception) or connection is None:
-        return
-    cursor = getattr(getattr(context.execution_context, "cursor", None), "_cursor", None)
-
-    async def end(driver: Any) -> None:
-        steps = [] if cursor is None else [cursor.close()]
-        ending = asyncio.gather(*steps, driver.rollback(), return_exceptions=True)
-        ends_at = asyncio.get_running_loop().time() + CANCEL_S
-        while not ending.done() and asyncio.get_running_loop().time() < ends_at:
-            await driver.interrupt()
-            await asyncio.wait([ending], timeout=CANCEL_AGAIN_S)
-
-    def shielded(driver: Any) -> asyncio.Future[None]:
-        return asyncio.shield(end(driver))
-
-    with suppress(Exception, asyncio.CancelledError):  # SQLAlchemy closes the connection, and raises the first error
-        adapted = cast("Any", connection.connection.dbapi_connection)
-        if hasattr(adapted, "run_async"):  # connections of an Engine have none
-            clear_frames(error.__traceback__)
-            adapted.run_async(shielded)
-
-
 def _check_not_over(*, is_over: bool) -> None:
     """Raise InvalidArgument for the use of a transaction whose handler has returned."""
     if is_over:
@@ -490,98 +450,3 @@ def _sync_connection(connection: AsyncConnection) -> Connection:
     plain = connection.sync_connection
     assert plain is not None
     return plain
-
-
-class ObservedTransaction:
-    """The transaction that is open on a connection, as its driver sees it. The handler must not end it: statements that
-    follow would be in another one, without the position of the stream."""
-
-    def __init__(self, connection: Connection, begin_nested: str) -> None:
-        """`begin_nested` tells the user how to begin a savepoint."""
-        self._connection = connection
-        self._begin_nested = begin_nested
-        self._root = connection.get_transaction()
-        self._is_open = False
-        """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
-        self._was_ended = False
-
-    def observe(self) -> None:
-        """Look at the state of the driver's connection after statements of the handler."""
-        if self._connection.closed or self._connection.invalidated:
-            return
-        is_open = is_in_transaction(self._connection)
-        self._was_ended |= self._is_open and is_open is False
-        self._is_open |= is_open is True
-
-    def refuse_ended(self) -> None:
-        """Raise InvalidArgument if the handler has ended the transaction. Some drivers commit each statement then."""
-        if self._root is None or not self._root.is_active or self._was_ended:
-            raise InvalidArgument(
-                "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
-            )
-
-    def check(self) -> None:
-        """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
-        transaction and the driver reports this: a COMMIT would roll back, and drivers do not report that."""
-        self.observe()
-        self.refuse_ended()
-        if transaction_status(self._connection) == IN_ERROR:
-            raise InvalidArgument(
-                "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
-                f"{self._begin_nested} around such a statement"
-            )
-
-
-@contextmanager
-def outages() -> Generator[None]:
-    """Turn errors that say that the database cannot be reached into Unavailable, and missing rights into
-    InvalidArgument. Only for statements of headrace's own."""
-    try:
-        yield
-    except (SQLAlchemyError, OSError) as error:
-        if isinstance(error, OSError) or is_outage(error):
-            raise unavailable(error) from error
-        if isinstance(error, DBAPIError) and sqlstate(error) == _NO_RIGHT:
-            raise InvalidArgument(f"the database of the effects: {_first_line(error)}: {GRANT}") from error
-        raise
-
-
-def unavailable(error: BaseException) -> Unavailable:
-    """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
-    return Unavailable(f"the database of the effects is not available: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    lines = str(cause).strip().splitlines()
-    return lines[0] if lines else type(cause).__name__
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether the database is to blame for the error, and not the statement."""
-    if isinstance(error, PoolTimeout):
-        return True
-    if not isinstance(error, DBAPIError):
-        return False
-    if error.connection_invalidated:
-        return True
-    if isinstance(error.orig, sqlite3.Error):
-        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_OUTAGES
-    if state := sqlstate(error):
-        return state.startswith(_OUTAGES)
-    # The error has a statement if the driver refuses to send it, for example because it has too many parameters.
-    return isinstance(error, OperationalError) and error.statement is None
-
-
-def is_conflict(error: BaseException) -> bool:
-    """Whether the transaction collided with another one, and may succeed the next time."""
-    return isinstance(error, DBAPIError) and sqlstate(error) in CONFLICTS
-
-
-def sqlstate(error: DBAPIError) -> str:
-    """The SQLSTATE of a driver's error, "" if it has none."""
-    for name in ("sqlstate", "pgcode"):
-        state = getattr(error.orig, name, None)
-        if isinstance(state, str):
-            return state
-    return ""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 from sqlalchemy import Connection
 
 from ..streams.errors import InvalidArgument
 
-_IDLE, IN_ERROR = 0, 3
-"""The transaction states `PQTRANS_IDLE` and `PQTRANS_INERROR` of libpq."""
+_IDLE, _ACTIVE, IN_ERROR = 0, 1, 3
+"""The transaction states `PQTRANS_IDLE`, `PQTRANS_ACTIVE` and `PQTRANS_INERROR` of libpq."""
+CANCEL_S = 2.0
+"""How long a cancelled transaction waits for the end of its statement, in seconds."""
+CANCEL_AGAIN_S = 0.2
+"""Pause between two attempts to cancel a statement, in seconds: the first one may come between two statements."""
 
 
 def transaction_status(connection: Connection) -> int | None:
@@ -29,6 +34,13 @@ def is_in_transaction(connection: Connection) -> bool | None:
     asks = getattr(driver, "is_in_transaction", None)  # asyncpg
     state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
     return state if isinstance(state, bool) else None
+
+
+def has_running_statement(connection: Connection) -> bool:
+    """Return whether psycopg executes a statement, or is about to. The other drivers refuse a COMMIT then."""
+    lock = getattr(connection.connection.driver_connection, "lock", None)
+    is_locked = isinstance(lock, asyncio.Lock) and lock.locked()
+    return is_locked or transaction_status(connection) == _ACTIVE
 
 
 def reports_aborted(connection: Connection) -> bool:

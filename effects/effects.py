@@ -17,9 +17,10 @@ from ..streams.errors import Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
-from .database import EffectDatabase, database_of, is_conflict, is_outage, outages, unavailable
+from .database import EffectDatabase, database_of
 from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
+from .outages import is_conflict, is_outage, outages, unavailable
 from .positions import AppliedPosition, EncodedState, StreamPosition
 from .schema import check_dialect, check_rights, require
 from .state import StreamState

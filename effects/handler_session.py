@@ -9,9 +9,12 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 
 class HandlerSession(Session):
-    """The session that a handler gets. `commit` only flushes. `rollback`, `close`, `reset` and `invalidate`, and a
-    rollback of its outermost transaction, also roll back the transaction of the connection; SQLAlchemy does that only
-    if the session has executed a statement."""
+    """The session that a handler gets. `commit` only flushes. `rollback`, `close`, `reset` and `invalidate`, and any
+    end of its outermost transaction without a commit, also roll back the transaction of the connection; SQLAlchemy does
+    that only if the session has executed a statement, and not at `get_transaction().close()`."""
+
+    committed = False
+    """Whether the transaction that ends next is committed."""
 
     def rollback(self) -> None:
         super().rollback()
@@ -37,11 +40,19 @@ class HandlerSession(Session):
             root.rollback()
 
 
-@event.listens_for(HandlerSession, "after_soft_rollback")
-def _rolled_back(session: HandlerSession, transaction: SessionTransaction) -> None:
-    """As at the end of `with session.begin()`. A savepoint has a parent."""
-    if transaction.parent is None:
+@event.listens_for(HandlerSession, "after_commit")
+def _committed(session: HandlerSession) -> None:
+    session.committed = True
+
+
+@event.listens_for(HandlerSession, "after_transaction_end")
+def _ended(session: HandlerSession, transaction: SessionTransaction) -> None:
+    """A savepoint has a parent."""
+    if transaction.parent is not None:
+        return
+    if not session.committed:
         session.end_transaction()
+    session.committed = False
 
 
 SESSION_OPTIONS: dict[str, Any] = {"expire_on_commit": False, "join_transaction_mode": "rollback_only"}

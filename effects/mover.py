@@ -29,7 +29,8 @@ from ..streams.events import EventBatch
 from ..streams.failure_log import described
 from ..streams.incoming import accepted
 from ..streams.publishing import ProducerSequence, Receipt
-from .database import EffectDatabase, outages
+from .database import EffectDatabase
+from .outages import outages
 from .outbox import LANES
 from .schema import require
 
@@ -181,6 +182,8 @@ class OutboxMover:
                 if not await self.move():
                     await asyncio.sleep(POLL_S)
                 backoff.reset()
+                if self.problem:
+                    log.info("the outbox of %r is moved again", self._target.name)
                 self.problem = ""
             except Exception as error:  # noqa: BLE001 (committed events must be moved after any failure)
                 self._note_problem(error)
@@ -228,6 +231,8 @@ class OutboxMover:
 
     async def _move_lane(self, lane: int, producer: str | None) -> int:
         # The queue is asked before the lane: if the database was restored from a backup, the queue has later numbers.
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + POLL_S
         moved, last = 0, 0 if producer is None else await self._target.last_sequence(producer)
         while (release := await self._step(lane, last)) is not None:
             if not await self._publish(lane, release, last):
@@ -235,6 +240,8 @@ class OutboxMover:
             moved += len(release.batches)
             self.moved_events += sum(batch.count for batch in release.batches)
             last = release.number
+            if loop.time() > ends_at:
+                break  # rows may come for ever, and other lanes may have got some meanwhile
         return moved
 
     async def _publish(self, lane: int, release: OutboxRelease, last: int) -> bool:

@@ -36,8 +36,12 @@ def declared_subscriptions(modules: Iterable[str], providers: Collection[str]) -
 def import_module(name: str) -> None:
     """Import a module of the user. The working directory is searched first.
 
-    Raises InvalidArgument with the line of the user's code that failed, also if headrace refused the call in that line.
+    Raises InvalidArgument for the path of a file, and with the line of the user's code that failed, also if headrace
+    refused the call in that line.
     """
+    if "/" in name or name.startswith(".") or name.endswith(".py"):
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise InvalidArgument(f"{name!r} is a file: write the name of its module, such as {module!r}")
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
     try:

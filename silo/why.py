@@ -238,7 +238,8 @@ def _subscribed(facts: WhyFacts) -> _Found:
         if facts.asked_for:
             yield "subscription_missing", f"no subscription {facts.asked_for!r}"
         else:
-            yield "no_subscription", f"{counted(len(facts.patterns), 'pattern')} checked: {_list(facts.patterns)}"
+            checked = f"{counted(len(facts.patterns), 'pattern')} checked: {_list(facts.patterns)}"
+            yield "no_subscription", checked if facts.patterns else "there is no subscription"
     if one is not None and not one.matches:
         yield "pattern_does_not_match", f"subscription {one.name!r} has the pattern {one.pattern!r}"
 

@@ -57,7 +57,7 @@ CAUSES: dict[str, CauseText] = {
         "Check namespace and key, look for errors at the publisher, and for delayed events in `headrace queues`.",
     ),
     "held_by_breaker": CauseText(
-        "The circuit breaker holds the subscription, because deliveries of many streams failed.",
+        "The circuit breaker holds the subscription: many streams failed, or a dependency is unavailable.",
         "Repair the dependency that the evidence names; the subscription resumes by itself.",
     ),
     "stream_paused": CauseText(

@@ -50,8 +50,8 @@ class ConsumerState(NamedTuple):
 
 
 class SubscriptionHold(NamedTuple):
-    """State of a subscription that its circuit breaker holds: deliveries of many streams failed, and no event is given
-    up on."""
+    """State of a subscription that its circuit breaker holds: deliveries of many streams failed, or a dependency is
+    unavailable. No event is given up on."""
 
     reason: str
     """The latest failure that caused the hold."""

@@ -83,6 +83,8 @@ class Bank:
         return self.database.rows("SELECT COUNT(*) FROM applied")[0][0]
 
     def wait_until_applied(self, silo: Process, number: int) -> None:
+        first = min(self.applied() + 1, number)
+        self.wait_until(silo, lambda: self.applied() >= first, every_s=0.05)  # a silo that starts needs the processor
         self.wait_until(silo, lambda: self.applied() >= number)
 
     def wait_until_posted(self, silo: Process) -> None:
@@ -90,7 +92,7 @@ class Bank:
         count = "SELECT (SELECT COUNT(*) FROM posting), (SELECT COUNT(*) FROM headrace_outbox)"
         self.wait_until(silo, lambda: self.database.rows(count)[0] == (len(self.transfers), 0))
 
-    def wait_until(self, silo: Process, condition: Callable[[], bool]) -> None:
+    def wait_until(self, silo: Process, condition: Callable[[], bool], every_s: float = 0.005) -> None:
         """Wait. LIMIT_S without progress is a failure."""
         reached, end = -1, 0.0
         while not condition():
@@ -98,7 +100,7 @@ class Bank:
             if (progress := self.progress()) != reached:
                 reached, end = progress, monotonic() + LIMIT_S
             assert monotonic() < end, f"{self.applied()} of {len(self.transfers)} are applied"
-            sleep(0.005)
+            sleep(every_s)
 
     def progress(self) -> int:
         """How many transfers both subscriptions applied, in all."""

@@ -300,12 +300,13 @@ async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path:
         assert (database.log(), counts.already_applied) == ([], 1)
 
 
-@pytest.mark.parametrize("kind", ["aiosqlite", "asyncpg", "psycopg-async"])
-async def test_a_url_with_a_driver_for_asyncio_opens_the_same_database(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["aiosqlite", "asyncpg", "psycopg-async", "libpq"])
+async def test_a_url_of_another_kind_opens_the_same_database(kind: str, tmp_path: Path):
     drivers = {
         "aiosqlite": f"sqlite+aiosqlite:///{tmp_path}/u.db",
         "asyncpg": "postgresql+asyncpg://user:password@127.0.0.1:1/shop",
         "psycopg-async": "postgresql+psycopg_async://user:password@127.0.0.1:1/shop",
+        "libpq": "postgres://user:password@127.0.0.1:1/shop",
     }
     made = engine_of(drivers[kind])
     assert not made.dialect.is_async

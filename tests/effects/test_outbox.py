@@ -1,6 +1,8 @@
 """Events that are published if and only if a transaction commits."""
 
 import asyncio
+import logging
+import os
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -298,8 +300,31 @@ async def test_a_database_without_tables_is_named_with_the_command(
         with database.inspecting.begin() as connection:
             migrate(connection)
         publish(database, STREAM, b"y")
-        await until(lambda: queue.payloads() == [b"y"])
+        with caplog.at_level(logging.INFO, "headrace.effects"):
+            await until(lambda: queue.payloads() == [b"y"])
+            await until(lambda: caplog.messages[1:] == ["the outbox of 'default' is moved again"])
         await service.aclose()
+
+
+async def test_a_file_that_is_missing_is_named_and_not_created(tmp_path: Path):
+    service = OutboxService(engine_of(f"sqlite:///{tmp_path}/no.db"), RecordingQueue())
+    service.start()
+    await until(lambda: service.mover.problem.startswith(f"there is no file '{tmp_path}/no.db': check its name"))
+    await service.aclose()
+    assert await asyncio.to_thread(os.listdir, tmp_path) == []
+
+
+async def test_a_lane_that_always_has_rows_lets_others_begin(async_database: UserDatabase):
+    class BusyQueue(RecordingQueue):
+        async def publish_encoded(
+            self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+        ) -> Sequence[Receipt]:
+            publish(async_database, STREAM, b"%d" % len(self.stored))
+            return await super().publish_encoded(batches, sequence=sequence)
+
+    publish(async_database, STREAM, b"first")
+    mover = OutboxMover(database_of(async_database.engine), BusyQueue())
+    assert await asyncio.wait_for(mover.move(), 30) > 0
 
 
 def publish_by_psycopg(url: str) -> None:

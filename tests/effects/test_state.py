@@ -32,6 +32,18 @@ from tests.effects.test_transactional_handlers import STREAM, batch_at, event_at
 KEPT = StreamState()
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"version": 1 << 31}, "version is 2147483648: expected an integer from 1 to 2,147,483,647"),
+        ({"ttl": timedelta.max}, "ttl is .*: expected a timedelta above 0 and up to 1,000,000 days, or None"),
+    ],
+)
+def test_options_that_the_columns_cannot_store_are_refused(options: dict[str, Any], reason: str):
+    with pytest.raises(InvalidArgument, match=reason):
+        StreamState(**options)
+
+
 async def count(event: Event, tx: Transaction) -> None:
     """Count the events of the stream in its state, and write the count down."""
     tx.state = {"count": (tx.state or {"count": 0})["count"] + 1}

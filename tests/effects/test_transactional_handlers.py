@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
@@ -477,6 +477,49 @@ async def test_a_connection_that_breaks_in_a_handler_is_not_the_events_fault(sch
         effects, _ = in_scope(database, break_connection)
         with pytest.raises(Unavailable):
             await effects.call(event_at(5))
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_an_outage_of_another_database_is_the_events_failure(database: UserDatabase, kind: str):
+    other = engine(kind, "postgresql://postgres@127.0.0.1:1/none?options=-csearch_path%3Dnone")
+
+    async def ask_the_other(_: Event, _tx: Transaction) -> None:
+        if isinstance(other, AsyncEngine):
+            async with other.connect():
+                pass
+        else:
+            await asyncio.to_thread(other.connect)
+
+    effects, _ = in_scope(database, ask_the_other)
+    with pytest.raises((OperationalError, OSError)):
+        await effects.call(event_at(5))
+    with pytest.raises((OperationalError, OSError)):
+        async with effects.transaction([event_at(5)], redriven=False) as tx:
+            await ask_the_other(event_at(5), tx)
+    await close(other)
+
+
+async def test_a_handler_that_locks_itself_out_of_sqlite_fails(tmp_path: Path, schema_url: Callable[[], str]):
+    async with user_database(
+        "sqlite", str(tmp_path / "user.db"), schema_url, connect_args={"timeout": 0.1}
+    ) as database:
+        assert isinstance(database.engine, Engine)
+        user_engine = database.engine
+
+        def write() -> None:
+            with user_engine.begin() as connection:
+                connection.execute(_LOG, {"value": "own"})
+
+        async def own_connection(_: Event, _tx: Transaction) -> None:
+            await asyncio.to_thread(write)
+
+        effects, _ = in_scope(database, own_connection)
+        with pytest.raises(OperationalError, match="database is locked"):
+            await effects.call(event_at(5))
+        with database.inspecting.connect() as other:
+            other.exec_driver_sql("BEGIN IMMEDIATE")
+            with pytest.raises(Unavailable, match="database is locked"):  # by another process
+                await in_scope(database)[0].call(event_at(5))
 
 
 # ---- engines that are refused ----------------------------------------------------------------------------------------

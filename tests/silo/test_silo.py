@@ -251,6 +251,12 @@ def test_a_module_that_cannot_be_imported_is_one_line(code: str, reason: str, tm
     assert re.match(rf"module 'handlers' cannot be imported: .*{reason}", refused), refused
 
 
+@pytest.mark.parametrize("given", ["handlers.py", "./handlers", "./handlers.py"])
+def test_the_file_of_a_module_is_refused_with_the_module_s_name(given: str, headrace: Headrace):
+    refused = headrace("silo", "silo.toml", "--module", given).refused(2)
+    assert refused == f"{given!r} is a file: write the name of its module, such as 'handlers'"
+
+
 @pytest.mark.parametrize(
     ("option", "problem"),
     [

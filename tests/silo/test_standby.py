@@ -7,6 +7,7 @@ Two providers of this process are as two processes here: each has files of its o
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -237,6 +238,16 @@ async def test_deleted_in_one_process_it_ends_in_all(tmp_path: Path) -> None:
         assert not third.standby.waiting
         with pytest.raises(NotFound):
             await third.subscription("billing")
+
+
+async def test_a_process_that_serves_a_deleted_subscription_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Provider.open(tmp_path) as serving:
+        await serving.subscribe("billing", "orders/*", Orders())
+        with caplog.at_level(logging.INFO, "headrace.agents"):
+            await serving.delete_subscription("billing")
+    assert caplog.messages == ["subscription 'billing' was deleted: it is not served any more"]
 
 
 async def test_made_anew_with_another_definition_the_old_handlers_do_not_get_its_events(tmp_path: Path) -> None:

@@ -187,6 +187,13 @@ def test_missing_subscription_is_not_claimed_while_the_store_does_not_answer() -
     assert codes(facts(subscription=None, asked_for="billing", store_error="timed out")) == ["store_unreachable"]
 
 
+def test_a_provider_without_subscriptions_says_so() -> None:
+    without = facts(subscription=None)
+    assert [(cause.code, cause.evidence) for cause in explain(without)] == [
+        ("no_subscription", "there is no subscription")
+    ]
+
+
 def test_an_agent_that_cannot_read_does_not_stop_an_event_that_was_read() -> None:
     faulted: dict[str, Any] = {"agent": AgentState.FAULTED, "agent_reason": "disk"}
     assert codes(facts(queue=faulted, of={"position": Position.RUNNING, "handler": True})) == ["handler_running"]

@@ -1,0 +1,163 @@
+"""The transaction of a handler, as its driver and SQLAlchemy's events show it.
+
+The handler must not end it: statements that follow would be in another one, without the position of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from traceback import clear_frames
+from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
+
+from sqlalchemy import Connection, Engine, ExceptionContext, event
+
+from ..streams.errors import InvalidArgument, Unavailable
+from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IN_ERROR, is_in_transaction, transaction_status
+from .outages import first_line, not_available, note
+
+_END = re.compile(
+    r"\s*(COMMIT|END|ABORT|PREPARE\s+TRANSACTION|ROLLBACK(?!\s+((WORK|TRANSACTION)\s+)?TO\b))\b", re.IGNORECASE
+)
+ENDED = "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
+
+
+class ObservedTransaction:
+    """The transaction that is open on a connection."""
+
+    def __init__(self, connection: Connection, begin_nested: str) -> None:
+        """`begin_nested` tells the user how to begin a savepoint."""
+        self._connection = ref(connection)
+        _observed[connection] = self
+        self._begin_nested = begin_nested
+        self._root = connection.get_transaction()
+        self._is_open = False
+        """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
+        self._was_ended = False
+        self.lost = ""
+        """Why the connection was lost. Then SQLAlchemy gives only errors of its own."""
+
+    def observe(self) -> None:
+        """Look at the state of the driver's connection after statements of the handler."""
+        connection = self._connection()
+        if connection is None or connection.closed or connection.invalidated:
+            return
+        is_open = is_in_transaction(connection)
+        self._was_ended |= self._is_open and is_open is False
+        self._is_open |= is_open is True
+
+    def refuse_ended(self) -> None:
+        """Raise InvalidArgument if the handler has ended the transaction. Some drivers commit each statement then."""
+        if self._root is None or not self._root.is_active or self._was_ended:
+            raise InvalidArgument(ENDED)
+
+    def before(self, statement: str) -> None:
+        """Raise InvalidArgument for a statement that ends the transaction, or after its end. After ROLLBACK AND CHAIN
+        the driver tells of no end."""
+        self.observe()
+        self.refuse_ended()
+        if _END.match(statement):
+            raise InvalidArgument(ENDED)
+
+    def raise_if_lost(self, error: Exception) -> None:
+        """Raise Unavailable if the connection was lost, whatever error the handler has made of that."""
+        if self.lost and not isinstance(error, Unavailable):
+            raise not_available(self.lost) from error
+
+    def check(self) -> None:
+        """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
+        transaction and the driver reports this: a COMMIT would roll back, and drivers do not report that."""
+        self.observe()
+        self.refuse_ended()
+        connection = self._connection()
+        if connection is not None and transaction_status(connection) == IN_ERROR:
+            raise InvalidArgument(
+                "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
+                f"{self._begin_nested} around such a statement"
+            )
+
+    def end(self) -> None:
+        """Observe the connection no more."""
+        if (connection := self._connection()) is not None:
+            _observed.pop(connection, None)
+
+
+# ---- events of an engine ---------------------------------------------------------------------------------------------
+
+
+_observed = WeakKeyDictionary[Connection, ObservedTransaction]()
+"""The transactions of effects that are open. Other connections of the user's engine keep the behaviour of their
+driver."""
+
+
+def observe_errors_and_statements(engine: Engine) -> None:
+    """Let `ObservedTransaction` see what happens on connections of an engine."""
+    _listen(engine, "handle_error", _note_error)
+    _listen(engine, "before_cursor_execute", _before_statement)
+    if engine.dialect.name == "sqlite":
+        _listen(engine, "savepoint", _begin_before_savepoint)
+        _listen(engine, "handle_error", _end_cancelled_statement)
+
+
+def _listen(engine: Engine, name: str, listener: Callable[..., None]) -> None:
+    """Add a listener, if the engine has not got it from another subscription."""
+    if not event.contains(engine, name, listener):
+        event.listen(engine, name, listener)
+
+
+def _before_statement(
+    connection: Connection, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
+) -> None:
+    if (observed := _observed.get(connection)) is not None:
+        observed.before(statement)
+
+
+def _note_error(context: ExceptionContext) -> None:
+    """Note an error of the engine. In SQLite only those of the transactions of effects: any other connection may wait
+    for the lock of the handler's own transaction."""
+    error, connection = context.sqlalchemy_exception, context.connection
+    if error is None:
+        return
+    observed = None if connection is None else _observed.get(connection)
+    if observed is not None and context.is_disconnect:
+        observed.lost = first_line(error)
+    if connection is None or observed is not None or context.dialect.name != "sqlite":
+        note(error)
+
+
+def _begin_before_savepoint(connection: Connection, _name: str) -> None:
+    """The drivers of SQLite begin a transaction only with a statement that writes: a savepoint before it would be the
+    transaction, and its end would commit."""
+    if connection in _observed and is_in_transaction(connection) is False:
+        connection.exec_driver_sql("BEGIN")
+
+
+def _end_cancelled_statement(context: ExceptionContext) -> None:
+    """End a statement of aiosqlite that was cancelled, and its transaction, before SQLAlchemy closes the connection.
+
+    SQLite keeps a closed connection and its locks while a cursor is open. The traceback of the cancellation and
+    SQLAlchemy's cursor both hold the driver's cursor."""
+    error, connection = context.original_exception, context.connection
+    if isinstance(error, Exception) or connection is None:
+        return
+    cursor = getattr(getattr(context.execution_context, "cursor", None), "_cursor", None)
+
+    async def end(driver: Any) -> None:
+        steps = [] if cursor is None else [cursor.close()]
+        ending = asyncio.gather(*steps, driver.rollback(), return_exceptions=True)
+        ends_at = asyncio.get_running_loop().time() + CANCEL_S
+        while not ending.done() and asyncio.get_running_loop().time() < ends_at:
+            await driver.interrupt()
+            await asyncio.wait([ending], timeout=CANCEL_AGAIN_S)
+
+    def shielded(driver: Any) -> asyncio.Future[None]:
+        return asyncio.shield(end(driver))
+
+    with suppress(Exception, asyncio.CancelledError):  # SQLAlchemy closes the connection, and raises the first error
+        adapted = cast("Any", connection.connection.dbapi_connection)
+        if hasattr(adapted, "run_async"):  # connections of an Engine have none
+            clear_frames(error.__traceback__)
+            adapted.run_async(shielded)

@@ -1,0 +1,99 @@
+"""Errors of the database of effects: which of them are outages, and no failures of the event."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..streams.errors import InvalidArgument, Unavailable
+from .schema import GRANT
+
+CONFLICTS = ("40001", "40P01")
+"""SQLSTATE of a serialization failure, and of a deadlock."""
+_OUTAGES = ("08", "53", "57P", "55P03", "25006")
+"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
+_NO_RIGHT = "42501"
+_SQLITE_OUTAGES = (
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
+)  # fmt: skip
+"""The file is locked, or it or its disk cannot be used."""
+
+
+_errors_of_effects = WeakSet[BaseException]()
+"""Errors of the databases of effects. Others come from databases that a handler uses besides."""
+
+
+def note(error: BaseException) -> None:
+    """Note that an error comes from the database of effects."""
+    _errors_of_effects.add(error)
+
+
+@contextmanager
+def outages() -> Generator[None]:
+    """Turn errors that say that the database cannot be reached into Unavailable, and missing rights into
+    InvalidArgument. Only for statements of headrace's own."""
+    try:
+        yield
+    except (SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) or _tells_outage(error):
+            raise unavailable(error) from error
+        if isinstance(error, DBAPIError) and sqlstate(error) == _NO_RIGHT:
+            raise InvalidArgument(f"the database of the effects: {first_line(error)}: {GRANT}") from error
+        raise
+
+
+def unavailable(error: BaseException) -> Unavailable:
+    """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
+    return not_available(first_line(error))
+
+
+def not_available(reason: str) -> Unavailable:
+    return Unavailable(f"the database of the effects is not available: {reason}")
+
+
+def first_line(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database of the effects is to blame for the error, and neither the statement nor another database
+    that the handler uses."""
+    return _tells_outage(error) and (isinstance(error, PoolTimeout) or error in _errors_of_effects)
+
+
+def _tells_outage(error: BaseException) -> bool:
+    """Whether a database is to blame for the error, and not the statement."""
+    if isinstance(error, PoolTimeout):
+        return True
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    if isinstance(error.orig, sqlite3.Error):
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_OUTAGES
+    if state := sqlstate(error):
+        return state.startswith(_OUTAGES)
+    # The error has a statement if the driver refuses to send it, for example because it has too many parameters.
+    return isinstance(error, OperationalError) and error.statement is None
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether the transaction collided with another one, and may succeed the next time."""
+    return isinstance(error, DBAPIError) and sqlstate(error) in CONFLICTS
+
+
+def sqlstate(error: DBAPIError) -> str:
+    """The SQLSTATE of a driver's error, "" if it has none."""
+    for name in ("sqlstate", "pgcode"):
+        state = getattr(error.orig, name, None)
+        if isinstance(state, str):
+            return state
+    return ""
