@@ -577,7 +577,9 @@ async def test_a_step_reads_no_more_batches_than_it_releases(postgres: UserDatab
 
     event.listen(engine, "after_cursor_execute", note)
     queue = RecordingQueue()
-    await OutboxMover(database_of(engine), queue).move()
+    mover = OutboxMover(database_of(engine), queue)
+    while await mover.move():
+        pass
     assert (len(queue.stored), max(read), sum(read)) == (20, 7, 20)
     engine.dispose()
 
