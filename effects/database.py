@@ -215,7 +215,7 @@ class _GreenletTransaction(EffectTransaction):
             yield
         finally:
             self._running -= 1
-            self.observed.observe()
+            self.observed.after_statement()
 
     def refuse_running(self) -> None:
         """Raise InvalidArgument if a statement still runs. If it failed now, PostgreSQL would answer the COMMIT by a
@@ -350,7 +350,7 @@ class _ThreadedTransaction(EffectTransaction):
             return function()
         finally:
             if self.observed is not None:
-                self.observed.observe()
+                self.observed.after_statement()
 
     def _session_in_transaction(self) -> Session:
         if self._session is None:

@@ -40,8 +40,12 @@ class ObservedTransaction:
         self.lost = ""
         """Why the connection was lost. Then SQLAlchemy gives only errors of its own."""
 
-    def observe(self) -> None:
-        """Look at the state of the driver's connection after statements of the handler."""
+    def after_statement(self) -> None:
+        """Note that the driver has begun. It is asked again before the next statement, and at the end."""
+        if not self._is_open:
+            self._observe()
+
+    def _observe(self) -> None:
         connection = self._connection()
         if connection is None or connection.closed or connection.invalidated:
             return
@@ -57,7 +61,7 @@ class ObservedTransaction:
     def before(self, statement: str) -> None:
         """Raise InvalidArgument for a statement that ends the transaction, or after its end. After ROLLBACK AND CHAIN
         the driver tells of no end."""
-        self.observe()
+        self._observe()
         self.refuse_ended()
         if _END.match(statement):
             raise InvalidArgument(ENDED)
@@ -70,7 +74,7 @@ class ObservedTransaction:
     def check(self) -> None:
         """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
         transaction and the driver reports this: a COMMIT would roll back, and drivers do not report that."""
-        self.observe()
+        self._observe()
         self.refuse_ended()
         connection = self._connection()
         if connection is not None and transaction_status(connection) == IN_ERROR:
