@@ -127,6 +127,10 @@ class ServedSubscription:
         self.saved: Mapping[int, Checkpoint] = self._saved
         """Stored checkpoints by queue, so that only changes are written."""
 
+    def log_deleted(self) -> None:
+        """Say that the subscription was deleted while this process served it."""
+        log.info("subscription %r was deleted: it is not served any more", self.definition.name)
+
     def begin(self, queue: int, delivery: Delivery) -> None:
         """The queue's events are delivered from now on."""
         self._deliveries[queue] = delivery

@@ -18,12 +18,6 @@ from .served import DeliveryService, ServedSubscription
 
 log = logging.getLogger("headrace.agents")
 
-
-def log_deleted(name: str) -> None:
-    """Say that a subscription which this process served was deleted."""
-    log.info("subscription %r was deleted: it is not served any more", name)
-
-
 RETRY_S = 1.0
 """Wait before the store is asked again about a subscription that was moved, in seconds."""
 
@@ -222,7 +216,7 @@ class SubscriptionRunner:
             elif await self._attached_again(served):
                 return
             else:
-                log_deleted(name)
+                served.log_deleted()
             if not self._is_paused(served):
                 return  # its lock is not this service's any more
         self.on_fenced(name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from sqlalchemy import (
     URL,
@@ -171,10 +172,13 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
         engine.dispose()
 
 
-def _check_file(file: str | None, *_: object) -> None:
-    """SQLite would create the file. Raise NotFound if it is missing."""
-    if file is not None and not file.startswith("file:") and not Path(file).exists():
-        raise NotFound(f"there is no file {file!r}: check its name, or create it with 'headrace effects migrate'")
+def _check_file(
+    shown: str | None, _dialect: object, _record: object, arguments: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """SQLite would create the file. Raise NotFound if it is missing. `shown` is its name for the user."""
+    path = unquote(urlsplit(arguments[0]).path) if options.get("uri") else arguments[0]
+    if not Path(path).exists():
+        raise NotFound(f"there is no file {shown!r}: check its name, or create it with 'headrace effects migrate'")
 
 
 def summaries(connection: Connection) -> list[EffectsSummary]:

@@ -100,7 +100,9 @@ class DriverStatement:
             self._compiled[dialect.name, dialect.driver] = known
         sql, order = known
         parameters: Any = dict(values) if order is None else tuple(values[name] for name in order)
-        if dialect.name == "sqlite":  # SQLAlchemy's own way ends cancelled statements: see _end_cancelled_statement
+        if (
+            dialect.name == "sqlite"
+        ):  # SQLAlchemy's own way ends cancelled statements: see observed._end_cancelled_statement
             changed = connection.exec_driver_sql(sql, parameters).rowcount
         else:
             changed = _rows_changed(connection, sql, parameters)
@@ -174,13 +176,14 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         if not reports_aborted(_sync_connection(connection)):
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
+        opened.observed.stop()
         with outages():
             await root.commit()
     except Exception as error:
         opened.observed.raise_if_lost(error)
         raise
     finally:
-        opened.observed.end()
+        opened.observed.stop()
         if connection.get_transaction() is not None:  # perhaps one that the handler has begun, or a lost connection's
             await connection.rollback()
 
@@ -188,7 +191,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
 class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        self.observed = ObservedTransaction(
+        self.observed = ObservedTransaction.begun_on(
             _sync_connection(connection), "tx.connection.begin_nested() or tx.session.begin_nested()"
         )
         self._session: AsyncSession | None = None
@@ -276,6 +279,7 @@ class ThreadedEffectDatabase(EffectDatabase):
                 opened.observed.raise_if_lost(error)
             raise
         finally:
+            opened.stop_observing()
             if not opened.is_abandoned:
                 self._idle_threads.append(thread)
 
@@ -324,7 +328,7 @@ class _ThreadedTransaction(EffectTransaction):
             with outages():
                 self._opened = self._engine.connect()
                 self._opened.begin()
-            self.observed = ObservedTransaction(
+            self.observed = ObservedTransaction.begun_on(
                 self._opened, "session.begin_nested() in a function that tx.run() calls"
             )
         return self._opened
@@ -401,7 +405,13 @@ class _ThreadedTransaction(EffectTransaction):
                 self._end_session()
                 if not reports_aborted(connection):
                     connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
+                self.stop_observing()
                 connection.commit()
+            self.stop_observing()
+
+    def stop_observing(self) -> None:
+        if self.observed is not None:
+            self.observed.stop()
 
     @property
     def connection(self) -> AsyncConnection:

@@ -37,10 +37,12 @@ def is_in_transaction(connection: Connection) -> bool | None:
 
 
 def has_running_statement(connection: Connection) -> bool:
-    """Return whether psycopg executes a statement, or is about to. The other drivers refuse a COMMIT then."""
+    """Return whether psycopg executes a statement, or one waits for psycopg's lock. asyncpg refuses a COMMIT then, and
+    a statement that fails in SQLite does not undo the others."""
     lock = getattr(connection.connection.driver_connection, "lock", None)
-    is_locked = isinstance(lock, asyncio.Lock) and lock.locked()
-    return is_locked or transaction_status(connection) == _ACTIVE
+    # A lock that is free may have waiters: they come before the COMMIT.
+    is_used = isinstance(lock, asyncio.Lock) and (lock.locked() or bool(getattr(lock, "_waiters", None)))
+    return is_used or transaction_status(connection) == _ACTIVE
 
 
 def reports_aborted(connection: Connection) -> bool:

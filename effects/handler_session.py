@@ -13,8 +13,15 @@ class HandlerSession(Session):
     end of its outermost transaction without a commit, also roll back the transaction of the connection; SQLAlchemy does
     that only if the session has executed a statement, and not at `get_transaction().close()`."""
 
-    committed = False
+    _is_committed = False
     """Whether the transaction that ends next is committed."""
+
+    def note_commit(self) -> None:
+        self._is_committed = True
+
+    def take_committed(self) -> bool:
+        is_committed, self._is_committed = self._is_committed, False
+        return is_committed
 
     def rollback(self) -> None:
         super().rollback()
@@ -42,17 +49,15 @@ class HandlerSession(Session):
 
 @event.listens_for(HandlerSession, "after_commit")
 def _committed(session: HandlerSession) -> None:
-    session.committed = True
+    session.note_commit()
 
 
 @event.listens_for(HandlerSession, "after_transaction_end")
 def _ended(session: HandlerSession, transaction: SessionTransaction) -> None:
-    """A savepoint has a parent."""
-    if transaction.parent is not None:
-        return
-    if not session.committed:
+    """A savepoint has a parent, and `after_commit` is called for it, too."""
+    is_committed = session.take_committed()
+    if transaction.parent is None and not is_committed:
         session.end_transaction()
-    session.committed = False
 
 
 SESSION_OPTIONS: dict[str, Any] = {"expire_on_commit": False, "join_transaction_mode": "rollback_only"}

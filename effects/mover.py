@@ -199,8 +199,11 @@ class OutboxMover:
         self.problem = reason or type(error).__name__
 
     async def move(self) -> int:
-        """Move the rows that are there now. Return the number of batches, and count a refusal as one: after 0, no row
-        is left to try. If lanes fail, raise the error of one of them when all lanes have ended."""
+        """Move rows of each lane that has some, for about `POLL_S`, but at least one release.
+
+        Return the number of batches, and count a refusal as one: after 0, no row is left to try. If lanes fail, raise
+        the error of one of them when all lanes have ended.
+        """
         async with self._database.transaction() as transaction:
             with outages():
                 lanes = await transaction.call(self._busy_lanes)
@@ -232,8 +235,8 @@ class OutboxMover:
     async def _move_lane(self, lane: int, producer: str | None) -> int:
         # The queue is asked before the lane: if the database was restored from a backup, the queue has later numbers.
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + POLL_S
         moved, last = 0, 0 if producer is None else await self._target.last_sequence(producer)
+        ends_at = loop.time() + POLL_S
         while (release := await self._step(lane, last)) is not None:
             if not await self._publish(lane, release, last):
                 return moved + 1  # the lane goes on without the stream that the queue refused
@@ -241,7 +244,7 @@ class OutboxMover:
             self.moved_events += sum(batch.count for batch in release.batches)
             last = release.number
             if loop.time() > ends_at:
-                break  # rows may come for ever, and other lanes may have got some meanwhile
+                break  # let `move` look for lanes that got their first rows
         return moved
 
     async def _publish(self, lane: int, release: OutboxRelease, last: int) -> bool:

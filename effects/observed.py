@@ -14,34 +14,49 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import Connection, Engine, ExceptionContext, event
+from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.errors import InvalidArgument, Unavailable
 from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IN_ERROR, is_in_transaction, transaction_status
-from .outages import first_line, not_available, note
+from .outages import first_line, note_error_of_effects, tells_lock, tells_outage, unavailable_because
 
+_GAP = r"(?:\s|;|/\*.*?\*/|--[^\n]*(?:\n|$))"
+"""Spaces and comments of SQL."""
 _END = re.compile(
-    r"\s*(COMMIT|END|ABORT|PREPARE\s+TRANSACTION|ROLLBACK(?!\s+((WORK|TRANSACTION)\s+)?TO\b))\b", re.IGNORECASE
+    rf"{_GAP}*(COMMIT|END|ABORT|PREPARE{_GAP}+TRANSACTION|ROLLBACK(?!{_GAP}+((WORK|TRANSACTION){_GAP}+)?TO\b))\b",
+    re.IGNORECASE | re.DOTALL,
 )
+_SAVEPOINT = re.compile(rf"{_GAP}*SAVEPOINT\b", re.IGNORECASE | re.DOTALL)
 ENDED = "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
 
 
 class ObservedTransaction:
-    """The transaction that is open on a connection."""
+    """The transaction that is open on a connection. Call `stop` at its end."""
 
     def __init__(self, connection: Connection, begin_nested: str) -> None:
-        """`begin_nested` tells the user how to begin a savepoint."""
         self._connection = ref(connection)
-        _observed[connection] = self
         self._begin_nested = begin_nested
         self._root = connection.get_transaction()
         self._is_open = False
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
         self._was_ended = False
-        self.lost = ""
-        """Why the connection was lost. Then SQLAlchemy gives only errors of its own."""
+        self._lost = ""
+        """Why the connection or the transaction was lost. Errors that follow do not name the reason."""
+
+    @classmethod
+    def begun_on(cls, connection: Connection, begin_nested: str) -> ObservedTransaction:
+        """Observe the transaction that has begun on a connection. `begin_nested` tells the user how to begin a
+        savepoint."""
+        made = _observed[connection] = cls(connection, begin_nested)
+        return made
+
+    def stop(self) -> None:
+        """Observe the connection no more. Nothing is done the second time."""
+        if (connection := self._connection()) is not None and _observed.get(connection) is self:
+            del _observed[connection]
 
     def after_statement(self) -> None:
-        """Note that the driver has begun. It is asked again before the next statement, and at the end."""
+        """Note whether the driver has begun a transaction. Once it has, `check_statement` and `check` ask it."""
         if not self._is_open:
             self._observe()
 
@@ -58,18 +73,25 @@ class ObservedTransaction:
         if self._root is None or not self._root.is_active or self._was_ended:
             raise InvalidArgument(ENDED)
 
-    def before(self, statement: str) -> None:
-        """Raise InvalidArgument for a statement that ends the transaction, or after its end. After ROLLBACK AND CHAIN
-        the driver tells of no end."""
+    def check_statement(self, statement: str) -> None:
+        """Raise InvalidArgument for a statement that ends the transaction, or after its end. The driver does not show
+        the end by ROLLBACK AND CHAIN: the next transaction is open at once."""
         self._observe()
         self.refuse_ended()
         if _END.match(statement):
             raise InvalidArgument(ENDED)
 
+    def note_error(self, error: SQLAlchemyError, *, is_disconnect: bool) -> None:
+        """Note that an error has ended the transaction: with the connection, or because SQLite's disk is full."""
+        if self._is_open and not is_disconnect and tells_outage(error):
+            self._observe()
+        if is_disconnect or (self._was_ended and tells_outage(error)):
+            self._lost = self._lost or first_line(error)
+
     def raise_if_lost(self, error: Exception) -> None:
-        """Raise Unavailable if the connection was lost, whatever error the handler has made of that."""
-        if self.lost and not isinstance(error, Unavailable):
-            raise not_available(self.lost) from error
+        """Raise Unavailable if the transaction was lost, whatever error the handler has made of that."""
+        if self._lost and not isinstance(error, Unavailable):
+            raise unavailable_because(self._lost) from error
 
     def check(self) -> None:
         """Raise InvalidArgument if the handler has ended the transaction. Raise it, too, if PostgreSQL has aborted the
@@ -83,24 +105,19 @@ class ObservedTransaction:
                 f"{self._begin_nested} around such a statement"
             )
 
-    def end(self) -> None:
-        """Observe the connection no more."""
-        if (connection := self._connection()) is not None:
-            _observed.pop(connection, None)
-
 
 # ---- events of an engine ---------------------------------------------------------------------------------------------
 
 
 _observed = WeakKeyDictionary[Connection, ObservedTransaction]()
-"""The transactions of effects that are open. Other connections of the user's engine keep the behaviour of their
-driver."""
+"""The transactions of effects that are open. The listeners ignore other connections of the user's engine."""
 
 
 def observe_errors_and_statements(engine: Engine) -> None:
     """Let `ObservedTransaction` see what happens on connections of an engine."""
     _listen(engine, "handle_error", _note_error)
     _listen(engine, "before_cursor_execute", _before_statement)
+    _listen(engine, "after_cursor_execute", _after_statement)
     if engine.dialect.name == "sqlite":
         _listen(engine, "savepoint", _begin_before_savepoint)
         _listen(engine, "handle_error", _end_cancelled_statement)
@@ -116,20 +133,29 @@ def _before_statement(
     connection: Connection, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
 ) -> None:
     if (observed := _observed.get(connection)) is not None:
-        observed.before(statement)
+        observed.check_statement(statement)
+        if connection.dialect.name == "sqlite" and _SAVEPOINT.match(statement):
+            _begin_before_savepoint(connection, "")
+
+
+def _after_statement(
+    connection: Connection, _cursor: object, _statement: str, _parameters: object, _context: object, _many: bool
+) -> None:
+    if (observed := _observed.get(connection)) is not None:
+        observed.after_statement()
 
 
 def _note_error(context: ExceptionContext) -> None:
-    """Note an error of the engine. In SQLite only those of the transactions of effects: any other connection may wait
-    for the lock of the handler's own transaction."""
+    """Note an error of the engine. A connection that the handler has opened may wait for a lock of the handler's own
+    transaction: such an error is not noted."""
     error, connection = context.sqlalchemy_exception, context.connection
     if error is None:
         return
     observed = None if connection is None else _observed.get(connection)
-    if observed is not None and context.is_disconnect:
-        observed.lost = first_line(error)
-    if connection is None or observed is not None or context.dialect.name != "sqlite":
-        note(error)
+    if observed is not None:
+        observed.note_error(error, is_disconnect=context.is_disconnect)
+    if connection is None or observed is not None or not tells_lock(error):
+        note_error_of_effects(error)
 
 
 def _begin_before_savepoint(connection: Connection, _name: str) -> None:

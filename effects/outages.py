@@ -17,7 +17,7 @@ CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03", "25006")
 """The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
-_NO_RIGHT = "42501"
+_NO_RIGHT, _NO_LOCK = "42501", "55P03"
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
@@ -29,7 +29,7 @@ _errors_of_effects = WeakSet[BaseException]()
 """Errors of the databases of effects. Others come from databases that a handler uses besides."""
 
 
-def note(error: BaseException) -> None:
+def note_error_of_effects(error: BaseException) -> None:
     """Note that an error comes from the database of effects."""
     _errors_of_effects.add(error)
 
@@ -41,7 +41,7 @@ def outages() -> Generator[None]:
     try:
         yield
     except (SQLAlchemyError, OSError) as error:
-        if isinstance(error, OSError) or _tells_outage(error):
+        if isinstance(error, OSError) or tells_outage(error):
             raise unavailable(error) from error
         if isinstance(error, DBAPIError) and sqlstate(error) == _NO_RIGHT:
             raise InvalidArgument(f"the database of the effects: {first_line(error)}: {GRANT}") from error
@@ -50,10 +50,10 @@ def outages() -> Generator[None]:
 
 def unavailable(error: BaseException) -> Unavailable:
     """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
-    return not_available(first_line(error))
+    return unavailable_because(first_line(error))
 
 
-def not_available(reason: str) -> Unavailable:
+def unavailable_because(reason: str) -> Unavailable:
     return Unavailable(f"the database of the effects is not available: {reason}")
 
 
@@ -66,10 +66,10 @@ def first_line(error: BaseException) -> str:
 def is_outage(error: BaseException) -> bool:
     """Whether the database of the effects is to blame for the error, and neither the statement nor another database
     that the handler uses."""
-    return _tells_outage(error) and (isinstance(error, PoolTimeout) or error in _errors_of_effects)
+    return error in _errors_of_effects and tells_outage(error)
 
 
-def _tells_outage(error: BaseException) -> bool:
+def tells_outage(error: BaseException) -> bool:
     """Whether a database is to blame for the error, and not the statement."""
     if isinstance(error, PoolTimeout):
         return True
@@ -87,7 +87,16 @@ def _tells_outage(error: BaseException) -> bool:
 
 def is_conflict(error: BaseException) -> bool:
     """Whether the transaction collided with another one, and may succeed the next time."""
-    return isinstance(error, DBAPIError) and sqlstate(error) in CONFLICTS
+    return error in _errors_of_effects and isinstance(error, DBAPIError) and sqlstate(error) in CONFLICTS
+
+
+def tells_lock(error: BaseException) -> bool:
+    """Whether another transaction has a lock for too long."""
+    if not isinstance(error, DBAPIError):
+        return False
+    if isinstance(error.orig, sqlite3.Error):
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return sqlstate(error) == _NO_LOCK
 
 
 def sqlstate(error: DBAPIError) -> str:

@@ -16,7 +16,7 @@ MAX_STATE_BYTES = 1 << 16
 MAX_VERSION = (1 << 31) - 1
 """Limit of the version of a state: its column has 32 bits."""
 MAX_TTL = timedelta(days=1_000_000)
-"""Limit of the time to live of a state: its end is stored in microseconds, in 64 bits."""
+"""Limit of the time to live of a state. Its end is stored in microseconds, in 64 bits; the limit is well below that."""
 _MICROSECOND = timedelta(microseconds=1)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 
 from ..agents import DeliveryService, HandlerService, PullingManager, ServedSubscription
-from ..agents.subscription_runner import log_deleted
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
 from ..streams.errors import Busy, NotFound, NotSupported
@@ -163,7 +162,7 @@ class SubscriptionHost(QueuePositions):
             if delete:
                 await self.store.delete_subscription(self.name, name)
                 if served is not None:
-                    log_deleted(name)
+                    served.log_deleted()
         finally:
             # Also if it was not found, because it is about to be attached again: without the lock it is not. But the
             # lock of a call of `serve` that has just begun stays.

@@ -7,7 +7,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ..streams.errors import InvalidArgument
 from ..streams.handlers import SubscriptionDeclaration, declared
@@ -39,9 +39,12 @@ def import_module(name: str) -> None:
     Raises InvalidArgument for the path of a file, and with the line of the user's code that failed, also if headrace
     refused the call in that line.
     """
-    if "/" in name or name.startswith(".") or name.endswith(".py"):
-        module = name.removesuffix(".py").strip("./").replace("/", ".")
-        raise InvalidArgument(f"{name!r} is a file: write the name of its module, such as {module!r}")
+    if any(mark in name for mark in "/\\") or name.startswith(".") or name.endswith(".py"):
+        stem = PurePath(name.replace("\\", "/")).stem
+        such_as = f", such as {stem!r}" if stem.isidentifier() else ""
+        raise InvalidArgument(
+            f"{name!r} is no name of a module: write one{such_as}, and run the command in the folder of its file"
+        )
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
     try:

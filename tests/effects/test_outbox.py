@@ -23,6 +23,7 @@ from headrace.adapters import ProducerSequence, Receipt
 from headrace.effects.administration import engine_of
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
+from headrace.effects.outbox import lane_of
 from headrace.effects.schema import migrate
 from headrace.silo.outbox import COUNT_S, OutboxService
 from headrace.streams.background import BackgroundTasks
@@ -311,20 +312,41 @@ async def test_a_file_that_is_missing_is_named_and_not_created(tmp_path: Path):
     service.start()
     await until(lambda: service.mover.problem.startswith(f"there is no file '{tmp_path}/no.db': check its name"))
     await service.aclose()
+    for url in (f"sqlite:///file:{tmp_path}/no.db?uri=true", f"sqlite+aiosqlite:///{tmp_path}/no.db"):
+        with pytest.raises(NotFound, match="there is no file"):
+            await asyncio.to_thread(engine_of(url).connect)
     assert await asyncio.to_thread(os.listdir, tmp_path) == []
 
 
+async def test_a_file_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    await asyncio.to_thread(Path("user.db").touch)
+    engine = engine_of("sqlite:///user.db")
+    monkeypatch.chdir("/")
+    (await asyncio.to_thread(engine.connect)).close()
+    engine.dispose()
+
+
 async def test_a_lane_that_always_has_rows_lets_others_begin(async_database: UserDatabase):
+    other = next(
+        stream for stream in (StreamId("orders", f"{i}") for i in range(100)) if lane_of(stream) != lane_of(STREAM)
+    )
+
     class BusyQueue(RecordingQueue):
         async def publish_encoded(
             self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
         ) -> Sequence[Receipt]:
+            if not self.stored:
+                publish(async_database, other, b"of another lane")
             publish(async_database, STREAM, b"%d" % len(self.stored))
             return await super().publish_encoded(batches, sequence=sequence)
 
     publish(async_database, STREAM, b"first")
-    mover = OutboxMover(database_of(async_database.engine), BusyQueue())
-    assert await asyncio.wait_for(mover.move(), 30) > 0
+    queue = BusyQueue()
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    for _ in range(2):
+        assert await asyncio.wait_for(mover.move(), 30) > 0
+    assert queue.payloads(other) == [b"of another lane"]
 
 
 def publish_by_psycopg(url: str) -> None:

@@ -1,15 +1,19 @@
 """How a handler's transaction ends: with statements that run, by the handler itself, or with its connection."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
-from headrace import Event, InvalidArgument, Transaction, Unavailable
+from headrace import Event, InvalidArgument, StreamState, Transaction, Unavailable
+from headrace.effects.observed import ObservedTransaction
 from tests.effects.databases import UserDatabase, user_database
 from tests.effects.test_transactional_handlers import ENDED, event_at, in_scope
 
@@ -52,6 +56,18 @@ async def left_in_a_task(tx: Transaction) -> None:
     await asyncio.sleep(0.05)
 
 
+async def waiting_for_the_connection(tx: Transaction) -> None:
+    connection = tx.connection
+
+    async def fail_later() -> None:
+        await asyncio.sleep(0.05)
+        await connection.execute(text("SELECT 1 / 0"))
+
+    failing = asyncio.create_task(fail_later())
+    failing.add_done_callback(lambda done: done.exception())
+    await connection.execute(text("INSERT INTO log (value) SELECT 'first' FROM pg_sleep(0.2)"))
+
+
 async def left_on_the_connection(tx: Transaction) -> None:
     connection = tx.connection
     statements = [
@@ -63,7 +79,7 @@ async def left_on_the_connection(tx: Transaction) -> None:
     await asyncio.wait(statements, return_when=asyncio.FIRST_COMPLETED)
 
 
-@pytest.mark.parametrize("way", [gathered, left_in_a_task, left_on_the_connection])
+@pytest.mark.parametrize("way", [gathered, left_in_a_task, waiting_for_the_connection, left_on_the_connection])
 async def test_a_statement_that_fails_at_the_commit_fails_the_event(asynchronous: UserDatabase, way: Way):
     """PostgreSQL answers such a COMMIT by a rollback, and psycopg does not report that."""
 
@@ -92,6 +108,30 @@ async def test_statements_that_were_gathered_and_awaited_are_committed(psycopg: 
 # ---- handlers that end the transaction -------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["psycopg-async", "aiosqlite"])
+async def either(
+    request: pytest.FixtureRequest, tmp_path: Path, schema_url: Callable[[], str]
+) -> AsyncIterator[UserDatabase]:
+    async with user_database(request.param, str(tmp_path / "user.db"), schema_url) as made:
+        yield made
+
+
+async def apply(database: UserDatabase, way: Way, *, stateful: bool) -> None:
+    """Apply an event, and then one whose handler does something. With state, no statement precedes the second one."""
+
+    async def handler(delivered: Event, tx: Transaction) -> None:
+        if delivered.token == event_at(5).token:
+            await way(tx)
+
+    effects, _ = in_scope(database, handler, state=StreamState() if stateful else None)
+    await effects.call(event_at(4))
+    await effects.call(event_at(5))
+
+
+def is_not_applied(database: UserDatabase) -> bool:
+    return database.log() == [] and database.rows("SELECT token_offset FROM headrace_position") == [(4,)]
+
+
 def then_write(statement: str) -> Way:
     async def way(tx: Transaction) -> None:
         await tx.connection.execute(text(statement))
@@ -105,18 +145,15 @@ async def by_the_session(tx: Transaction) -> None:
     await tx.session.execute(WRITE, FIRST)
 
 
-async def by_the_driver(tx: Transaction) -> None:
+async def rolled_back_by_the_driver(tx: Transaction) -> None:
+    await tx.connection.execute(WRITE, FIRST)
     driver: Any = (await tx.connection.get_raw_connection()).driver_connection
     await driver.rollback()
-    await tx.connection.execute(WRITE, FIRST)
 
 
-async def by_the_driver_in_one_call(tx: Transaction) -> None:
-    def work(session: Session) -> None:
-        session.connection().connection.dbapi_connection.commit()  # pyright: ignore[reportOptionalMemberAccess]
-        session.execute(WRITE, FIRST)
-
-    await tx.run(work)
+async def by_the_driver(tx: Transaction) -> None:
+    await rolled_back_by_the_driver(tx)
+    await tx.connection.execute(WRITE, SECOND)
 
 
 async def by_closing(tx: Transaction) -> None:
@@ -127,61 +164,141 @@ async def by_closing(tx: Transaction) -> None:
     await tx.run(work)
 
 
+async def by_closing_after_a_savepoint(tx: Transaction) -> None:
+    def work(session: Session) -> None:
+        with session.begin_nested():
+            session.execute(WRITE, FIRST)
+        (session.get_transaction() or session.begin()).close()
+
+    await tx.run(work)
+
+
 async def by_closing_without_a_statement(tx: Transaction) -> None:
     await tx.run(lambda session: session.begin().close())
 
 
+SQL = (
+    "ROLLBACK",
+    "ROLLBACK AND CHAIN",
+    " commit and chain",
+    "COMMIT",
+    "ROLLBACK WORK",
+    "ROLLBACK; BEGIN",
+    "END",
+    "ABORT",
+    "/* by an\nagent */ COMMIT",
+    "-- by an agent\nCOMMIT",
+    ";COMMIT",
+)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize(
     "way",
     [
-        *map(
-            then_write,
-            ("ROLLBACK", "ROLLBACK AND CHAIN", " commit and chain", "ROLLBACK WORK", "ROLLBACK; BEGIN", "END", "ABORT"),
-        ),
+        *(pytest.param(then_write(statement), id=statement) for statement in SQL),
         by_the_session,
         by_the_driver,
-        by_the_driver_in_one_call,
+        rolled_back_by_the_driver,
         by_closing,
+        by_closing_after_a_savepoint,
         by_closing_without_a_statement,
     ],
 )
-async def test_a_handler_that_ends_the_transaction_and_goes_on_fails(psycopg: UserDatabase, way: Way):
-    async def handler(_: Event, tx: Transaction) -> None:
-        await way(tx)
-
-    effects, _ = in_scope(psycopg, handler)
+async def test_a_handler_that_ends_the_transaction_fails(either: UserDatabase, way: Way, stateful: bool):
     with pytest.raises(InvalidArgument, match=ENDED):
-        await effects.call(event_at(5))
+        await apply(either, way, stateful=stateful)
+    assert is_not_applied(either)
+
+
+async def test_a_commit_of_the_driver_fails_the_event(psycopg: UserDatabase):
+    """The position is committed by then, so what follows must not be."""
+
+    async def way(tx: Transaction) -> None:
+        def work(session: Session) -> None:
+            session.connection().connection.dbapi_connection.commit()  # pyright: ignore[reportOptionalMemberAccess]
+            session.execute(WRITE, FIRST)
+
+        await tx.run(work)
+
+    with pytest.raises(InvalidArgument, match=ENDED):
+        await apply(psycopg, way, stateful=False)
     assert psycopg.log() == []
 
 
-async def test_commits_of_the_session_and_of_its_savepoints_are_allowed(psycopg: UserDatabase):
-    async def handler(_: Event, tx: Transaction) -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_commits_of_the_session_and_of_its_savepoints_are_allowed(either: UserDatabase, stateful: bool):
+    async def way(tx: Transaction) -> None:
         async with tx.session.begin_nested():
             await tx.session.execute(WRITE, FIRST)
         await tx.session.commit()
         async with tx.session.begin():
             await tx.session.execute(WRITE, SECOND)
 
-    effects, _ = in_scope(psycopg, handler)
-    await effects.call(event_at(5))
-    assert psycopg.log() == ["first", "second"]
+    await apply(either, way, stateful=stateful)
+    assert either.log() == ["first", "second"]
 
 
-async def test_savepoints_in_sql_are_allowed(psycopg: UserDatabase):
-    async def handler(_: Event, tx: Transaction) -> None:
-        for back in ("ROLLBACK TO one", "ROLLBACK WORK TO SAVEPOINT one"):
-            await tx.execute(text("SAVEPOINT one"))
-            await tx.execute(WRITE, SECOND)
-            await tx.execute(text(back))
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_savepoints_in_sql_are_allowed(either: UserDatabase, stateful: bool):
+    async def way(tx: Transaction) -> None:
+        await tx.execute(text("SAVEPOINT one"))
+        await tx.execute(WRITE, SECOND)
+        await tx.execute(text("ROLLBACK/* not all */TO one"))
+        await tx.execute(text("ROLLBACK TRANSACTION TO SAVEPOINT one"))
         await tx.execute(WRITE, FIRST)
 
-    effects, _ = in_scope(psycopg, handler)
-    await effects.call(event_at(5))
-    assert psycopg.log() == ["first"]
+    await apply(either, way, stateful=stateful)
+    assert either.log() == ["first"]
 
 
-# ---- connections that break ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_the_release_of_a_savepoint_in_sql_commits_nothing(either: UserDatabase, stateful: bool):
+    async def way(tx: Transaction) -> None:
+        await tx.execute(text("SAVEPOINT one"))
+        await tx.execute(WRITE, FIRST)
+        await tx.execute(text("RELEASE SAVEPOINT one"))
+        raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        await apply(either, way, stateful=stateful)
+    assert is_not_applied(either)
+
+
+@pytest.mark.parametrize("name", ["commit", "rollback"])
+async def test_a_listener_of_the_user_may_end_the_transaction(either: UserDatabase, name: str):
+    assert isinstance(either.engine, AsyncEngine)
+
+    def end(connection: Connection) -> None:
+        connection.exec_driver_sql(name)
+
+    event.listen(either.engine.sync_engine, name, end)
+
+    async def way(tx: Transaction) -> None:
+        await tx.execute(WRITE, FIRST)
+        if name == "rollback":
+            raise ValueError("no luck")
+
+    if name == "rollback":
+        with pytest.raises(ValueError, match="no luck"):
+            await apply(either, way, stateful=False)
+    else:
+        await apply(either, way, stateful=False)
+        assert either.log() == ["first"]
+
+
+async def test_nothing_is_kept_of_a_transaction_that_has_ended(database: UserDatabase):
+    async def way(tx: Transaction) -> None:
+        await tx.execute(WRITE, FIRST)
+
+    with pytest.raises(SQLAlchemyError):
+        await apply(database, lambda tx: tx.execute(text("SELECT nothing")), stateful=True)
+    await apply(database, way, stateful=False)
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, ObservedTransaction)] == []
+
+
+# ---- connections and disks that break ------------------------------------------------------------------------------------------
 
 
 async def goes_on(tx: Transaction) -> None:
@@ -223,4 +340,20 @@ async def test_a_lost_connection_is_an_outage_whatever_the_handler_does(
         with pytest.raises(Unavailable, match="the database of the effects is not available"):
             async with effects.transaction([event_at(6)], redriven=False) as tx:
                 await handler(event_at(6), tx)
+        assert nothing_is_applied(database)
+
+
+async def test_a_full_disk_in_a_savepoint_is_an_outage(tmp_path: Path, schema_url: Callable[[], str]):
+    """SQLite ends the transaction itself, so that nothing is left to roll back."""
+    async with user_database("aiosqlite", str(tmp_path / "user.db"), schema_url) as database:
+
+        async def handler(_: Event, tx: Transaction) -> None:
+            pages = (await tx.execute(text("PRAGMA page_count"))).scalar_one()
+            await tx.execute(text(f"PRAGMA max_page_count = {pages}"))
+            async with tx.connection.begin_nested():
+                await tx.execute(WRITE, {"value": "x" * 1_000_000})
+
+        effects, _ = in_scope(database, handler)
+        with pytest.raises(Unavailable, match="database or disk is full"):
+            await effects.call(event_at(5))
         assert nothing_is_applied(database)

@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import QueuePool
 
 from headrace import (
     Effects,
@@ -497,6 +499,36 @@ async def test_an_outage_of_another_database_is_the_events_failure(database: Use
         async with effects.transaction([event_at(5)], redriven=False) as tx:
             await ask_the_other(event_at(5), tx)
     await close(other)
+
+
+async def test_a_full_pool_of_another_engine_is_the_events_failure(database: UserDatabase):
+    other = create_engine("sqlite:///:memory:", poolclass=QueuePool, pool_size=1, max_overflow=0, pool_timeout=0.1)
+    with other.connect():
+
+        async def ask_the_other(_: Event, _tx: Transaction) -> None:
+            await asyncio.to_thread(other.connect)
+
+        effects, _ = in_scope(database, ask_the_other)
+        with pytest.raises(PoolTimeout):
+            await effects.call(event_at(5))
+    other.dispose()
+
+
+async def test_a_handler_that_waits_for_its_own_lock_in_postgresql_fails(schema_url: Callable[[], str]):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        database.execute("INSERT INTO log (value) VALUES ('one')")
+        assert isinstance(database.engine, AsyncEngine)
+        user_engine, change = database.engine, text("UPDATE log SET value = 'two'")
+
+        async def own_connection(_: Event, tx: Transaction) -> None:
+            await tx.execute(change)
+            async with user_engine.begin() as connection:
+                await connection.execute(text("SET LOCAL lock_timeout = '100ms'"))
+                await connection.execute(change)
+
+        effects, _ = in_scope(database, own_connection)
+        with pytest.raises(DBAPIError, match="lock timeout"):
+            await effects.call(event_at(5))
 
 
 async def test_a_handler_that_locks_itself_out_of_sqlite_fails(tmp_path: Path, schema_url: Callable[[], str]):

@@ -251,10 +251,21 @@ def test_a_module_that_cannot_be_imported_is_one_line(code: str, reason: str, tm
     assert re.match(rf"module 'handlers' cannot be imported: .*{reason}", refused), refused
 
 
-@pytest.mark.parametrize("given", ["handlers.py", "./handlers", "./handlers.py"])
-def test_the_file_of_a_module_is_refused_with_the_module_s_name(given: str, headrace: Headrace):
+@pytest.mark.parametrize(
+    ("given", "such_as"),
+    [
+        *(
+            (file, ", such as 'handlers'")
+            for file in ("handlers.py", "./handlers", "../a b/handlers.py", ".\\handlers.py")
+        ),
+        *((file, "") for file in (".handlers", "./", "..")),
+    ],
+)
+def test_a_file_in_place_of_a_module_is_refused_with_the_module_s_name(given: str, such_as: str, headrace: Headrace):
     refused = headrace("silo", "silo.toml", "--module", given).refused(2)
-    assert refused == f"{given!r} is a file: write the name of its module, such as 'handlers'"
+    assert refused == (
+        f"{given!r} is no name of a module: write one{such_as}, and run the command in the folder of its file"
+    )
 
 
 @pytest.mark.parametrize(
