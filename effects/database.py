@@ -100,9 +100,7 @@ class DriverStatement:
             self._compiled[dialect.name, dialect.driver] = known
         sql, order = known
         parameters: Any = dict(values) if order is None else tuple(values[name] for name in order)
-        if (
-            dialect.name == "sqlite"
-        ):  # SQLAlchemy's own way ends cancelled statements: see observed._end_cancelled_statement
+        if dialect.name == "sqlite":  # so that observed._end_cancelled_statement is called
             changed = connection.exec_driver_sql(sql, parameters).rowcount
         else:
             changed = _rows_changed(connection, sql, parameters)

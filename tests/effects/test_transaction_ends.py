@@ -298,7 +298,7 @@ async def test_nothing_is_kept_of_a_transaction_that_has_ended(database: UserDat
     assert [one for one in gc.get_objects() if isinstance(one, ObservedTransaction)] == []
 
 
-# ---- connections and disks that break ------------------------------------------------------------------------------------------
+# ---- connections and disks that break --------------------------------------------------------------------------------
 
 
 async def goes_on(tx: Transaction) -> None:
