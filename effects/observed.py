@@ -20,13 +20,13 @@ from ..streams.errors import InvalidArgument, Unavailable
 from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IN_ERROR, is_in_transaction, transaction_status
 from .outages import first_line, note_error_of_effects, tells_lock, tells_outage, unavailable_because
 
-_GAP = r"(?:\s|;|/\*.*?\*/|--[^\n]*(?:\n|$))"
-"""Spaces and comments of SQL."""
+_GAP = r"(?:\s|;|/\*(?:[^*]|\*(?!/))*\*/|--[^\n]*(?:\n|\Z))"
+"""A space or a comment of SQL. A text matches in one way only: with `.*?`, many comments take exponential time."""
 _END = re.compile(
     rf"{_GAP}*(COMMIT|END|ABORT|PREPARE{_GAP}+TRANSACTION|ROLLBACK(?!{_GAP}+((WORK|TRANSACTION){_GAP}+)?TO\b))\b",
-    re.IGNORECASE | re.DOTALL,
+    re.IGNORECASE,
 )
-_SAVEPOINT = re.compile(rf"{_GAP}*SAVEPOINT\b", re.IGNORECASE | re.DOTALL)
+_SAVEPOINT = re.compile(rf"{_GAP}*SAVEPOINT\b", re.IGNORECASE)
 ENDED = "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
 
 

@@ -239,6 +239,15 @@ async def test_commits_of_the_session_and_of_its_savepoints_are_allowed(either: 
     assert either.log() == ["first", "second"]
 
 
+@pytest.mark.timeout(20)
+async def test_many_comments_take_no_time(psycopg: UserDatabase):
+    async def way(tx: Transaction) -> None:
+        await tx.execute(text("/* a * b */ -- c\n" * 40 + "INSERT INTO log (value) VALUES ('first')"))
+
+    await apply(psycopg, way, stateful=False)
+    assert psycopg.log() == ["first"]
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 async def test_savepoints_in_sql_are_allowed(either: UserDatabase, stateful: bool):
     async def way(tx: Transaction) -> None:
