@@ -72,9 +72,7 @@ class LineFormat:
     def _json_event(self, payload: bytes) -> tuple[StreamId, bytes | Event]:
         try:
             content = msgspec.json.decode(payload)
-        except UnicodeDecodeError:
-            raise ValueError("not JSON: a string in it is not UTF-8") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the second one before msgspec 0.23
             raise ValueError(_not_utf8(payload) or f"not JSON: {error}") from None
         stream = self._stream or _stream(self.namespace or "", _key(content, self.key_field or ""))
         if self.id_field is None and self.time_field is None:

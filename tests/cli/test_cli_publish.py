@@ -191,7 +191,7 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b"oops", "not JSON"),
         (b'{"who":"ann"', "not JSON: Input data was truncated"),
         (b'{"who":"ann"} {}', "not JSON"),
-        (b'{"who":"\xff"}', "not JSON: a string in it is not UTF-8"),
+        (b'{"who":"\xff"}', "not UTF-8 at byte 8 of the line: save the file as UTF-8, or use --format raw"),
         ('{"who":"ann"}'.encode("utf-16"), "not UTF-8 at byte 0 of the line"),
         (b"[1]", "not a JSON object, so it has no fields"),
         (b"{}", "has no field 'who'"),

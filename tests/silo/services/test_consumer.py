@@ -78,8 +78,14 @@ async def caller(silo: Silo) -> AsyncIterator[Caller]:
 
 
 async def heartbeats(session: Session, period_s: float = 0.1) -> None:
+    """Send them until the task is cancelled. A write is not cancelled: grpc would cancel the call."""
     while True:
-        await session.say()
+        writing = asyncio.ensure_future(session.say())
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
         await asyncio.sleep(period_s)
 
 
