@@ -119,7 +119,6 @@ def observe_errors_and_statements(engine: Engine) -> None:
     _listen(engine, "before_cursor_execute", _before_statement)
     _listen(engine, "after_cursor_execute", _after_statement)
     if engine.dialect.name == "sqlite":
-        _listen(engine, "savepoint", _begin_before_savepoint)
         _listen(engine, "handle_error", _end_cancelled_statement)
 
 
@@ -135,7 +134,7 @@ def _before_statement(
     if (observed := _observed.get(connection)) is not None:
         observed.check_statement(statement)
         if connection.dialect.name == "sqlite" and _SAVEPOINT.match(statement):
-            _begin_before_savepoint(connection, "")
+            _begin(connection)
 
 
 def _after_statement(
@@ -158,10 +157,10 @@ def _note_error(context: ExceptionContext) -> None:
         note_error_of_effects(error)
 
 
-def _begin_before_savepoint(connection: Connection, _name: str) -> None:
-    """The drivers of SQLite begin a transaction only with a statement that writes: a savepoint before it would be the
-    transaction, and its end would commit."""
-    if connection in _observed and is_in_transaction(connection) is False:
+def _begin(connection: Connection) -> None:
+    """Begin the transaction before a savepoint. The drivers of SQLite begin it only with a statement that writes: a
+    savepoint before that would be the transaction, and its end would commit."""
+    if is_in_transaction(connection) is False:
         connection.exec_driver_sql("BEGIN")
 
 
