@@ -46,6 +46,8 @@ class Capabilities:
     """The adapter cannot enqueue."""
     shows_progress: bool = False
     """`show_progress` tells the queue technology's own tools how far subscriptions are."""
+    shared_batches: bool = False
+    """Events of several callers may be stored as one batch: the token of each is the batch's offset and its index."""
     time_resolution_us: int = 1
     """`offset_at` distinguishes times that differ by this many microseconds."""
 

@@ -1,0 +1,192 @@
+"""Events that tasks publish to one stream at the same time: in few batches, in order, each with its own answer."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import Event, EventBatch, InvalidArgument, Provider, SequenceToken, Start, StorageError, StreamId
+from headrace.silo import shared_batches
+from headrace.silo.shared_batches import AT_LEAST, SharedBatches
+from tests.random_examples import examples
+
+STREAM = StreamId("clicks", "all")
+MANY = 500
+
+
+async def received(provider: Provider) -> Sequence[Event]:
+    events: list[Event] = []
+
+    async def handle(event: Event) -> None:
+        events.append(event)
+
+    subscription = await provider.subscribe("all", "*/*", handler=handle, start=Start.earliest())
+    await subscription.caught_up()
+    return events
+
+
+async def test_they_share_batches_and_each_has_its_token(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        tokens = await asyncio.gather(*(provider.publish(STREAM, b"%d" % number) for number in range(MANY)))
+        events = await received(provider)
+        assert [event.payload for event in events] == [b"%d" % number for number in range(MANY)]
+        assert [event.token for event in events] == tokens
+        assert (await provider.adapter.bounds(0)).next == AT_LEAST + 1
+        assert provider.published_events == MANY
+        statistics = await provider.adapter.statistics(0)
+        assert statistics.events == MANY
+
+
+async def test_each_stream_has_its_own(tmp_path: Path) -> None:
+    streams = [StreamId("clicks", str(number)) for number in range(3)]
+    async with Provider.open(tmp_path, queues=2) as provider:
+        published = [(streams[number % 3], b"%d" % number) for number in range(MANY)]
+        await asyncio.gather(*(provider.publish(stream, payload) for stream, payload in published))
+        events = await received(provider)
+        for stream in streams:
+            expected = [payload for each, payload in published if each == stream]
+            assert [event.payload for event in events if event.stream == stream] == expected
+
+
+async def test_one_publisher_has_batches_of_its_own(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        assert [await provider.publish(STREAM, b"x") for _ in range(20)] == [SequenceToken(at) for at in range(20)]
+
+
+async def test_the_order_of_all_ways_to_publish(tmp_path: Path) -> None:
+    """As the calls begin, in each stream, whatever shares a batch."""
+    for seed in range(examples(50)):
+        rng = random.Random(seed)
+        async with Provider.open(tmp_path / str(seed), queues=2) as provider:
+            expected = await published_at_random(provider, rng)
+            found: dict[StreamId, list[bytes]] = defaultdict(list)
+            for event in await received(provider):
+                assert event.stream is not None
+                found[event.stream].append(event.payload)
+            assert found == expected, seed
+
+
+async def published_at_random(provider: Provider, rng: random.Random) -> dict[StreamId, list[bytes]]:
+    streams = [StreamId("clicks", str(number)) for number in range(rng.choice((1, 2, 5)))]
+    expected: dict[StreamId, list[bytes]] = defaultdict(list)
+    number = 0
+
+    async def publish(stream: StreamId, payloads: list[bytes], way: int) -> None:
+        expected[stream] += payloads
+        if way == 1:
+            await provider.publish(stream, payloads)
+        elif way == 2:
+            await provider.publish_many([(stream, payload) for payload in payloads])
+        elif way == 3:
+            await provider.publish_encoded([EventBatch.of(stream, payloads)])
+        elif way == 4:
+            await provider.publish(stream, Event(payloads[0]))
+        else:
+            await provider.publish(stream, payloads[0])
+
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(rng.randrange(1, 10)):
+        for _ in range(rng.randrange(60)):
+            way = rng.choice((0, 0, 0, 0, 0, 0, 1, 2, 3, 4))
+            size = rng.choice((10, 10, 10, shared_batches.MAX_BYTES // 2, shared_batches.MAX_BYTES + 1))
+            payloads = [
+                f"{number + one} ".encode().ljust(size) for one in range(rng.randrange(1, 4) if 1 <= way < 4 else 1)
+            ]
+            number += len(payloads)
+            tasks.append(asyncio.create_task(publish(rng.choice(streams), payloads, way)))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    return expected
+
+
+async def test_a_cancelled_publisher_leaves_the_others_alone(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        tasks = [asyncio.create_task(provider.publish(STREAM, b"%d" % number)) for number in range(50)]
+        await asyncio.sleep(0)
+        tasks[30].cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [number for number, answer in enumerate(done) if not isinstance(answer, SequenceToken)] == [30]
+        assert len(await received(provider)) == 50
+        await provider.flush()
+
+
+async def test_a_closed_provider_refuses_all(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        pass
+    done = await asyncio.gather(*(provider.publish(STREAM, b"x") for _ in range(50)), return_exceptions=True)
+    assert {type(error).__name__ for error in done} == {"Closed"}
+
+
+class Store:
+    """Takes batches, and answers when the test wants it."""
+
+    def __init__(self) -> None:
+        self.batches: list[EventBatch] = []
+        self.answers: list[asyncio.Future[Any]] = []
+        self.refuses: InvalidArgument | None = None
+
+    def __call__(self, batch: EventBatch) -> Awaitable[Any]:
+        if self.refuses:
+            raise self.refuses
+        self.batches.append(batch)
+        self.answers.append(asyncio.get_running_loop().create_future())
+        return self.answers[-1]
+
+
+async def three(store: Store) -> list[asyncio.Future[SequenceToken]]:
+    """Publish three events that share a batch, after one by itself."""
+    shared = SharedBatches(store, store.batches.append)
+    assert shared.add(STREAM, b"first") is None
+    answers = [shared.add(STREAM, b"%d" % number) for number in range(3)]
+    assert shared
+    await asyncio.sleep(0)
+    assert not shared
+    return [answer for answer in answers if answer is not None]
+
+
+async def test_each_publisher_gets_its_own_error() -> None:
+    store = Store()
+    answers = await three(store)
+    answers[1].cancel()
+    store.answers[0].set_exception(StorageError("the disk is gone"))
+    errors = await asyncio.gather(answers[0], answers[2], return_exceptions=True)
+    assert [str(error) for error in errors] == ["the disk is gone"] * 2
+    assert errors[0] is not errors[1]
+    assert len(store.batches) == 1, "it counts as stored"
+
+
+async def test_a_refusal_reaches_all() -> None:
+    store = Store()
+    store.refuses = InvalidArgument("no")
+    for answer in await three(store):
+        with pytest.raises(InvalidArgument, match="no"):
+            await answer
+
+
+async def test_a_store_that_is_cancelled_cancels_all() -> None:
+    store = Store()
+    answers = await three(store)
+    store.answers[0].cancel()
+    await asyncio.wait(answers)
+    assert all(answer.cancelled() for answer in answers)
+
+
+@pytest.mark.parametrize("size", [1, shared_batches.MAX_BYTES // 3, shared_batches.MAX_BYTES + 1])
+async def test_a_batch_has_limits(size: int) -> None:
+    store = Store()
+    shared = SharedBatches(store, store.batches.append)
+    answers = [shared.add(STREAM, bytes(size)) for _ in range(2 * shared_batches.MAX_EVENTS + 1)]
+    shared.flush()
+    assert sum(batch.count for batch in store.batches) == sum(answer is not None for answer in answers)
+    for batch in store.batches:
+        assert batch.count <= shared_batches.MAX_EVENTS
+        assert sum(batch.sizes()) <= shared_batches.MAX_BYTES
+    assert len(store.batches) == {1: 2, shared_batches.MAX_BYTES // 3: 667, shared_batches.MAX_BYTES + 1: 0}[size]
+    for answer in store.answers:
+        answer.cancel()
+    await asyncio.sleep(0)
