@@ -70,6 +70,24 @@ async def test_the_order_of_all_ways_to_publish(tmp_path: Path) -> None:
             assert found == expected, seed
 
 
+async def test_the_last_of_many_does_not_overtake_those_that_wait(tmp_path: Path) -> None:
+    """When it publishes, the others have their answers, and few publishes are under way."""
+    expected: list[bytes] = []
+
+    async def publish(payload: bytes) -> None:
+        expected.append(payload)
+        await provider.publish(STREAM, payload)
+
+    async def publisher(number: int) -> None:
+        await publish(b"first %d" % number)
+        if number < 3 or number == MANY - 1:
+            await publish(b"second %d" % number)
+
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await asyncio.gather(*(publisher(number) for number in range(MANY)))
+        assert [event.payload for event in await received(provider)] == expected
+
+
 async def published_at_random(provider: Provider, rng: random.Random) -> dict[StreamId, list[bytes]]:
     streams = [StreamId("clicks", str(number)) for number in range(rng.choice((1, 2, 5)))]
     expected: dict[StreamId, list[bytes]] = defaultdict(list)
