@@ -80,7 +80,7 @@ async def test_the_last_of_many_does_not_overtake_those_that_wait(tmp_path: Path
 
     async def publisher(number: int) -> None:
         await publish(b"first %d" % number)
-        if number < 3 or number == MANY - 1:
+        if number in (20, 21, 22, MANY - 1):
             await publish(b"second %d" % number)
 
     async with Provider.open(tmp_path, queues=1) as provider:
