@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from psycopg import Connection
+from psycopg import Connection, OperationalError
+from psycopg.errors import Diagnostic
 from psycopg.rows import TupleRow
 
 from ...streams.producer_ledger import LastCall
@@ -64,7 +65,7 @@ class GroupTransaction:
         self.outcomes = [group.add(call) for call in self.calls]
         self.writes = group.writes(encoder)
         if self.is_empty:
-            connection.execute("ROLLBACK")
+            _commit(connection)  # the calls are confirmed: what stored them may still wait for a standby
             return
         if self.writes.nbytes() > self._limits.literal_bytes:
             for segment, rows in self.writes.rows.items():
@@ -78,19 +79,20 @@ class GroupTransaction:
     def commit(self, connection: Connection[TupleRow]) -> None:
         """Write, and commit. Raises psycopg.Error."""
         assert self.writes is not None
-        statements = list(self._statements(self.writes))
-        connection.execute("; ".join([*statements, "COMMIT"]).encode())
+        _commit(connection, *self._statements(self.writes))
 
     def is_stored(self, connection: Connection[TupleRow]) -> bool | None:
         """Return whether an earlier `commit` has stored the group. None: this cannot be known.
 
-        Waits until the earlier transaction has ended, because that holds the locks. Raises psycopg.Error.
+        Waits until the earlier transaction has ended, because that holds the locks. The server's process that waited
+        for a synchronous standby may have been ended, and the group is visible on this server only: so this waits for
+        the standby again. Raises psycopg.Error.
         """
         assert self.writes is not None
         if not self.writes.rows:
             return False  # a call without batches is only a number: it is a duplicate if it was stored
         tails, _, _ = self._lock(connection)
-        connection.execute("ROLLBACK")
+        _commit(connection)
         segment, rows = next(iter(self.writes.rows.items()))
         row = rows[0]  # all rows were stored by one commit, or none
         if tails[row.queue].next <= row.first:
@@ -165,6 +167,27 @@ class GroupTransaction:
             ends = ",".join(f"{queue}={tail.next}" for queue, tail in writes.tails.items())
             payload = ends if len(ends) <= _MAX_NOTIFIED_BYTES else ""
             yield f"SELECT pg_notify('{self._provider.channel}', '{payload}')"
+
+
+def _commit(connection: Connection[Any], *statements: str) -> None:
+    """Execute the statements, and commit. Raise psycopg.Error if it fails, or if the server does not wait for a
+    synchronous standby any more, because somebody cancelled that: it warns of this, and reports success.
+
+    The commit waits for the standby also without statements: locking rows has written to the log.
+    """
+    warnings: list[str | None] = []
+
+    def note(notice: Diagnostic) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            warnings.append(notice.message_primary)
+
+    connection.add_notice_handler(note)
+    try:
+        connection.execute("; ".join([*statements, "COMMIT"]).encode())
+    finally:
+        connection.remove_notice_handler(note)
+    if warnings:
+        raise OperationalError(f"the commit may not be safe: {warnings[0]}")
 
 
 def store_acknowledgements(

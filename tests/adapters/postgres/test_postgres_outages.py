@@ -300,3 +300,54 @@ async def test_the_primary_is_found_among_several_hosts(own_server: PostgresServ
         async with opened(url, provider="several") as adapter:
             await adapter.enqueue([(0, batch("x"))])
             assert await received(await adapter.open_receiver(0), 1) == ["x"]
+
+
+def use_standby(url: str, name: str) -> None:
+    """Let commits wait for a synchronous standby; "": for none."""
+    ask(url, f"ALTER SYSTEM SET synchronous_standby_names = '{name}'")
+    ask(url, "SELECT pg_reload_conf()")
+
+
+async def waiting_for_standby(url: str, call: Awaitable[object], besides: Sequence[int] = ()) -> int:
+    """Return the process that waits for the standby, as soon as there is one. The call has no answer meanwhile."""
+    found: list[int] = []
+    while not found:
+        await asyncio.sleep(0.01)
+        assert not (isinstance(call, asyncio.Future) and call.done()), "confirmed without the standby"
+        pids = ask(
+            url, "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'headrace'"
+        )
+        found = [pid for (pid,) in pids if pid not in besides]
+    return found[0]
+
+
+@pytest.mark.parametrize("ends", ["pg_terminate_backend", "pg_cancel_backend"])
+async def test_a_publish_waits_for_the_standby_though_its_process_does_not_any_more(
+    own_server: PostgresServer, ends: str
+) -> None:
+    """The block is visible then, and would be lost with this server."""
+    async with opened(own_server.url, publish_timeout_s=60) as adapter:
+        await adapter.enqueue([(0, batch("first"))])
+        use_standby(own_server.url, "nobody")
+        call = asyncio.ensure_future(adapter.enqueue([(0, batch("second"))]))
+        waiting = await waiting_for_standby(own_server.url, call)
+        ask(own_server.url, f"SELECT {ends}({waiting})")
+        await waiting_for_standby(own_server.url, call, [waiting])
+        use_standby(own_server.url, "")
+        await call
+        assert await received(await adapter.open_receiver(0), 2) == ["first", "second"]
+
+
+async def test_a_repeated_call_waits_for_the_standby_like_the_first(own_server: PostgresServer) -> None:
+    sequence = ProducerSequence("p", 1, 0)
+    async with opened(own_server.url, publish_timeout_s=0.5, limits=AWAY) as adapter:
+        use_standby(own_server.url, "nobody")
+        with pytest.raises(StorageError, match="may or may not be stored"):
+            await adapter.enqueue([(0, batch("one"))], sequence=sequence)
+    ask(own_server.url, END_PROCESSES)
+    async with opened(own_server.url, publish_timeout_s=60) as adapter:
+        call = asyncio.ensure_future(adapter.enqueue([(0, batch("one"))], sequence=sequence))
+        await waiting_for_standby(own_server.url, call)
+        use_standby(own_server.url, "")
+        assert (await call)[0].duplicate
+        assert (await adapter.bounds(0)).next == 1
