@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...proto.keda import externalscaler_pb2 as pb
+from ...server.access import Principal
 from ...server.guard import CallGuard
 from ...server.methods import MethodKind, ServiceCall, ServiceMethod, parsed
-from ...streams.errors import InvalidArgument, NotFound
+from ...streams.errors import InvalidArgument, NotFound, NotSupported
 from ...streams.subscriptions import SubscriptionDefinition
 from ..provider_core import ProviderCore
 from .lookup import TO_KNOW, Providers
 from .subscriptions import positions_of
+from .visible import sees_everything, selected_events
 
 SERVICE = "externalscaler.ExternalScaler"
 WATCH_S = 5.0
@@ -110,17 +112,26 @@ class ExternalScaler:
     async def _lag(self, target: ScalingTarget) -> int:
         """Return the events from the first one that is not finished to the end of each queue, without paused streams.
 
-        An adapter that does not count events has its batches counted. Raises Unauthenticated, PermissionDenied and
-        NotFound.
+        An adapter that does not count events has its batches counted. A token that may not know the numbers of others
+        gets the number of those that the subscription selects. Raises Unauthenticated, PermissionDenied, NotFound, and
+        NotSupported for such a token if the queues cannot be read twice.
         """
-        provider, definition = await self._subscription(target)
-        found = 0
+        principal, provider, definition = await self._subscription(target)
+        found, adapter = 0, provider.adapter
+        if not sees_everything(principal) and not adapter.capabilities.rewindable:
+            raise NotSupported(
+                f"the queues of provider {provider.name!r} tell only the lag of all clients together: give the trigger "
+                "a token that may subscribe to or manage */*"
+            )
         for queue, position in (await positions_of(provider, definition)).items():
-            backlog = await provider.adapter.backlog(queue, position)
+            if not sees_everything(principal):
+                found += await selected_events(adapter, queue, position, definition.selector)
+                continue
+            backlog = await adapter.backlog(queue, position)
             found += backlog.batches if backlog.events is None else backlog.events
         return found
 
-    async def _subscription(self, target: ScalingTarget) -> tuple[ProviderCore, SubscriptionDefinition]:
+    async def _subscription(self, target: ScalingTarget) -> tuple[Principal, ProviderCore, SubscriptionDefinition]:
         authorization = f"Bearer {target.token}" if target.token else None
         await self._guard.authenticator.prepare(authorization)
         principal = self._guard.authenticator.authenticate(authorization)
@@ -132,7 +143,7 @@ class ExternalScaler:
         definition = stored.get(target.subscription)
         principal.require_subscription(TO_KNOW, target.subscription, definition and definition.selector.pattern)
         assert definition is not None
-        return provider, definition
+        return principal, provider, definition
 
 
 def _active(target: ScalingTarget, lag: int) -> bytes:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ...server.access import Permission
 from ...server.methods import ServiceCall
-from ...streams.errors import DefinitionConflict, NotFound
-from ...streams.subscriptions import SubscriptionDefinition
+from ...streams.errors import DefinitionConflict, NotFound, PermissionDenied
+from ...streams.subscriptions import SlowConsumer, SubscriptionDefinition
 from ..provider_core import ProviderCore
-from .visible import VisibleBounds
+from .visible import VisibleBounds, sees_everything
 
 Providers = Mapping[str, ProviderCore]
 """The silo's providers, by name."""
@@ -64,19 +64,36 @@ async def create_subscription(
 ) -> bool:
     """Create a subscription. Return False if an equal one exists.
 
-    The caller needs `subscribe` or `manage` on all streams that it selects.
+    The caller needs `subscribe` or `manage` on all streams that it selects, and on all streams if the subscription
+    throttles: then its consumers decide how fast the queues are read, which have streams of others, too.
 
     If one with another definition exists: raises DefinitionConflict if the caller may know it, else PermissionDenied.
     """
     selector = definition.selector.pattern
     if not call.principal.allows_selector(Permission.MANAGE, selector):
         call.principal.require_selector(Permission.SUBSCRIBE, selector)
+    await _check_may_throttle(call, provider, definition)
     await visible.check_start(call.principal, provider, definition.selector, definition.start)
     try:
         return await provider.create_subscription(definition)
     except DefinitionConflict:
-        await subscription_of(call, provider, definition.name, TO_KNOW)
+        try:
+            await subscription_of(call, provider, definition.name, TO_KNOW)
+        except PermissionDenied:
+            raise PermissionDenied(
+                f"the name {definition.name!r} is taken by a subscription that this client may not use: choose another"
+            ) from None
         raise
+
+
+async def _check_may_throttle(call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition) -> None:
+    if definition.slow_consumer is not SlowConsumer.THROTTLE or sees_everything(call.principal):
+        return
+    if await stored_definition(provider, definition.name) != definition:
+        raise PermissionDenied(
+            f"subscription {definition.name!r}: with slow_consumer = throttle, its consumers can stop the queues for "
+            "all clients: that needs the permission to subscribe to or manage */*; use detach, the default"
+        )
 
 
 async def stored_definition(provider: ProviderCore, name: str) -> SubscriptionDefinition | None:

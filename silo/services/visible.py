@@ -25,6 +25,8 @@ WINDOW = 256
 silo never answers with an earlier end than another silo did before."""
 SEARCH_BYTES = 64 << 20
 """Bytes of other clients after which the search stops. The answer is then as if the next batch were the caller's."""
+COUNT_BYTES = 4 << 20
+"""Bytes of a queue that one question for a number of events reads."""
 PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 MAX_KNOWN = 10_000
 """Ends that are remembered; the least recently used is dropped first."""
@@ -140,6 +142,27 @@ class VisibleBounds:
                 return low
             high = low if nbytes else await _before_hole(adapter, queue, Bounds(span.first, low))
         return None
+
+
+async def selected_events(
+    adapter: QueueAdapter, queue: int, start: int, selector: Selector, *, search_bytes: int = COUNT_BYTES
+) -> int:
+    """Count the events that a selector selects, from offset `start` to the end of a queue.
+
+    After `search_bytes`, stop, and answer as if there was one more. Raises StorageError.
+    """
+    selects, found, looked, end = selector.matcher(), 0, 0, (await adapter.bounds(queue)).next
+    receiver = await adapter.open_receiver(queue, min(start, end))
+    try:
+        while start < end:
+            if looked >= search_bytes:
+                return found + 1
+            batches, start, _ = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
+            looked += sum(batch.nbytes for batch in batches)
+            found += sum(batch.count for batch in batches if batch.offset < end and selects(batch.stream))
+    finally:
+        await receiver.aclose()
+    return found
 
 
 async def _before_hole(adapter: QueueAdapter, queue: int, span: Bounds) -> int:

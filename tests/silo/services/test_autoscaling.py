@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace import Client, Event, OnFailure, RetryPolicy
+from headrace import Client, Event, OnFailure, Provider, RetryPolicy, Selector, StreamId
 from headrace.proto.keda import externalscaler_pb2 as pb
 from headrace.silo.host import Silo
+from headrace.silo.services.visible import selected_events
 from tests.serving import by_one_and_two_silos, serving
 from tests.silo.services.calling import Allowed, Caller, Refused, connecting, make_tokens, opened
 
@@ -120,6 +121,40 @@ async def test_only_a_token_for_the_streams_of_the_subscription_sees_its_lag(tmp
                     await lag(keda, **wrong)
             with pytest.raises(Refused, match="PERMISSION_DENIED"):
                 await is_active(keda, token=tokens["other"])
+
+
+@pytest.mark.one_silo
+async def test_a_token_for_some_streams_learns_nothing_of_others(tmp_path: Path):
+    tokens = await make_tokens(
+        tmp_path / "data",
+        consumer=Allowed(publish=["orders"], subscribe=["orders"]),
+        other=Allowed(publish=["users"]),
+        admin=Allowed(manage=["*"]),
+    )
+    async with opened(tmp_path / "data", auth="tokens") as silo, connecting(str(silo.grpc_address)) as keda:
+        address = str(silo.grpc_address)
+        async with connecting(address, tokens["consumer"]) as consumer:
+            await consumer.create("bills", "orders/*")
+        async with Client(address, token=tokens["other"]) as client:
+            for number in range(37):
+                await client.stream("users", str(number)).publish(b"x")
+        assert not await is_active(keda, token=tokens["consumer"])
+        async with Client(address, token=tokens["consumer"]) as client:
+            await client.stream("orders", "1").publish([b"x", b"y"])
+            await client.stream("orders", "2").publish(b"z")
+        assert await lag(keda, token=tokens["consumer"]) == 3
+        assert await lag(keda, token=tokens["admin"]) > 3
+
+
+async def test_a_long_queue_is_not_read_to_its_end_for_one_question(tmp_path: Path):
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.publish_many([(StreamId("users", str(number)), bytes(1 << 20)) for number in range(8)])
+        await provider.stream("orders", "1").publish(b"x")
+        selector = Selector("orders/*")
+        assert await selected_events(provider.adapter, 0, 0, selector) == 1
+        assert await selected_events(provider.adapter, 0, 0, selector, search_bytes=1 << 30) == 1
+        assert await selected_events(provider.adapter, 0, 0, Selector("users/*")) < 8
+        assert await selected_events(provider.adapter, 0, 9, selector) == 0
 
 
 @pytest.mark.one_silo

@@ -503,13 +503,26 @@ async def test_a_conflict_with_a_hidden_subscription_reveals_nothing_about_it(tm
     async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
         admin, limited = (Caller(channel.channel, tokens[name]) for name in ("everything", "mine"))
         await admin.create("taken", "secret/*", mode=pb.MODE_BOUND)
-        with pytest.raises(Refused, match="PERMISSION_DENIED") as caught:
+        with pytest.raises(Refused, match=r"PERMISSION_DENIED.* name 'taken' is taken") as caught:
             await limited.create("taken", "mine/*")
         assert "secret" not in caught.value.details
         assert "mode" not in caught.value.details
         with pytest.raises(Refused, match="PERMISSION_DENIED"):
             await limited.create("other", "*/*")
         assert await limited.create("own", "mine/*")
+
+
+async def test_only_a_caller_for_all_streams_may_let_consumers_stop_the_queues(tmp_path: Path):
+    tokens = await make_tokens(tmp_path, everything=Allowed(manage=["*"]), mine=Allowed(subscribe=["mine"]))
+    throttle = {"slow_consumer": pb.SLOW_CONSUMER_THROTTLE}
+    async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
+        admin, limited = (Caller(channel.channel, tokens[name]) for name in ("everything", "mine"))
+        with pytest.raises(Refused, match=r"PERMISSION_DENIED.* can stop the queues for all clients"):
+            await limited.create("mine", "mine/*", **throttle)
+        assert await admin.create("mine", "mine/*", **throttle)
+        assert not await limited.create("mine", "mine/*", **throttle)
+        with pytest.raises(Refused, match=r"PERMISSION_DENIED"):
+            await limited.create("mine", "mine/1", **throttle)
 
 
 async def test_each_caller_lists_the_subscriptions_that_it_may_see(tmp_path: Path):
