@@ -51,7 +51,7 @@ async def three_sessions(to: list[Caller]) -> list[Session]:
 
 
 async def heartbeats(session: Session) -> None:
-    """Send few: if one is written while the silo ends the call, grpc may report INTERNAL instead of the silo's status."""
+    """Send few: if one is written while the silo ends the call, grpc may report INTERNAL, not the silo's status."""
     while True:
         await session.say()
         await asyncio.sleep(2)
