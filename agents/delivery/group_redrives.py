@@ -56,9 +56,12 @@ class GroupRedrives:
         """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken. A `holder`
         whose connection was lost gets it again, if it comes back within its session timeout."""
         while not self._closed:
-            for member in self._line.candidates(self._queue):
-                if holder is not None and member is not holder and self._line.is_member(holder, self._queue):
-                    continue
+            candidates = self._line.candidates(self._queue)
+            if holder is not None and self._line.is_member(holder, self._queue):
+                candidates = [member for member in candidates if member is holder]
+            if not candidates:
+                self._line.ask_for_credit(self._queue)
+            for member in candidates:
                 if key in member.redriven or key[:2] in member.in_flight:
                     continue
                 if size > member.credit_bytes:

@@ -1333,6 +1333,27 @@ async def test_a_dead_letter_waits_for_credit() -> None:
 
 
 @virtual_time
+async def test_a_dead_letter_asks_for_credit() -> None:
+    async with SimulatedGroup() as circle:
+        consumer = circle.consumer("c", events=0, size=0, divides_credit=True)
+        redriving = asyncio.create_task(circle.delivery.redrive(letter()))
+        await circle.rest()
+        assert consumer.member.waiting
+        consumer.grant(1, 1000)
+        await circle.rest()
+        assert not consumer.member.waiting
+        other = circle.consumer("other")
+        consumer.connect(0, 0)
+        await circle.rest()
+        assert consumer.member.waiting, "the other consumer does not get it"
+        consumer.grant(1, 1000)
+        await circle.rest()
+        assert consumer.ack(consumer.take()[-1])
+        assert await redriving is None
+        assert not other.inbox
+
+
+@virtual_time
 async def test_a_dead_letter_waits_for_somebody() -> None:
     async with SimulatedGroup(mode=Mode.BOUND, queues=2) as circle:
         one = circle.consumer("1", events=1)
