@@ -14,11 +14,12 @@ from itertools import count
 from typing import NamedTuple
 
 from ..streams.background import run_periodically
+from ..streams.errors import HeadraceError
 from ..streams.histograms import Histogram
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
 from .delivery.checkpoint_pacer import UnsavedProgress
-from .delivery.confirmations import ReportMark
+from .delivery.confirmations import RedrivePositions, ReportMark
 from .host_state import HostState
 from .progress_store import ProgressStore
 from .served import ServedSubscription
@@ -126,7 +127,7 @@ class Checkpointer:
                         unsaved[queue].note_saved()
             for name, reports in marks:
                 if name not in stale:
-                    _confirm(reports, refused.queues)
+                    await self._confirm(name, reports, refused.queues)
         self._saved_at = loop.time()
         self.durations.observe(self._saved_at - began)
         if any(changed for _, _, changed in rows):
@@ -144,6 +145,22 @@ class Checkpointer:
         now = self._state.leases or {}
         return [queue for queue in refused if queue in now and now[queue] == (leases or {}).get(queue)]
 
+    async def _confirm(self, name: str, marks: Mapping[int, Sequence[ReportMark]], refused: AbstractSet[int]) -> None:
+        """Confirm the reports that are in the stored progress of a subscription. The progress of refused queues is not
+        stored. Without an answer of the store about redrives, the reports are confirmed later."""
+        for queue in marks.keys() - refused:
+            redrives: RedrivePositions = {}
+            if offsets := [offset for mark in marks[queue] for offset in mark.offsets]:
+                try:
+                    redrives = await self._store.requested_redrives(
+                        self._state.provider, name, queue, min(offsets), max(offsets)
+                    )
+                except HeadraceError as error:
+                    log.warning("acknowledgements for %r, queue %d are confirmed later: %s", name, queue, error)
+                    continue
+            for mark in marks[queue]:
+                mark.confirm(redrives)
+
     # ---- subscriptions and queues that stop --------------------------------------------------------------------------
 
     async def save_withdrawn(
@@ -155,7 +172,7 @@ class Checkpointer:
             await self._state.recorder.save_gaps()
             refused = await self._save_last(served, final, leases) if served.service.stored else RefusedProgress()
             if not refused.subscriptions:
-                _confirm(marks, refused.queues)
+                await self._confirm(served.definition.name, marks, refused.queues)
 
     async def _save_last(
         self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
@@ -187,7 +204,8 @@ class Checkpointer:
                 if refused.subscriptions:
                     self.on_subscription_refused(served.definition.name)
                 else:
-                    _confirm({queue: last.marks for queue, last in final.items()}, refused.queues)
+                    marks = {queue: last.marks for queue, last in final.items()}
+                    await self._confirm(served.definition.name, marks, refused.queues)
         for queue in done:
             self._unsaved.pop(queue, None)
 
@@ -227,13 +245,6 @@ def _marks(served: ServedSubscription) -> dict[int, Sequence[ReportMark]]:
     """The reports that are in the progress that `_unsaved` has just read. None if its checkpoint is held back."""
     deliveries = served.deliveries.items()
     return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.pacer.held_back}
-
-
-def _confirm(marks: Mapping[int, Sequence[ReportMark]], refused: AbstractSet[int]) -> None:
-    """Confirm the reports that are in the stored progress. The progress of refused queues is not stored."""
-    for queue in marks.keys() - refused:
-        for mark in marks[queue]:
-            mark.confirm()
 
 
 def _changed(served: ServedSubscription, unsaved: Mapping[int, UnsavedProgress]) -> dict[int, Checkpoint]:

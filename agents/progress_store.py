@@ -76,6 +76,13 @@ class ProgressStore(Protocol):
         """The first dead letters of these subscriptions and queues that are to be delivered once more."""
         ...
 
+    async def requested_redrives(
+        self, provider: str, name: str, queue: int, first: int, last: int
+    ) -> Mapping[int, Sequence[int]]:
+        """The positions of a queue, from offset `first` to offset `last`, inclusive, of dead letters whose redrive was
+        requested: indexes by offset."""
+        ...
+
     async def finish_redrive(
         self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
     ) -> None:

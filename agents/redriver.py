@@ -89,16 +89,23 @@ class Redriver:
         elif error is not None:
             message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
             delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
-        try:
-            await self._store.finish_redrive(
-                letter.id,
-                delivered=error is None,
-                reason=reason,
-                attempts=attempts,
-                failed_at_us=now_us(),
-            )
-        except HeadraceError as failure:
-            log.warning("cannot record that dead letter %d was redriven, so it comes again: %s", letter.id, failure)
+        await self._finish(letter, delivered=error is None, reason=reason, attempts=attempts)
+        delivery.reports.end_redriven(letter.token)
+        delivery.progress.note_change()  # reports may be confirmed now
+
+    async def _finish(self, letter: DeadLetter, *, delivered: bool, reason: str | None, attempts: int) -> None:
+        """Store the result of a redrive. While the store fails, try again: meanwhile it is not delivered again here."""
+        failed_at_us = now_us()
+        while True:
+            try:
+                await self._store.finish_redrive(
+                    letter.id, delivered=delivered, reason=reason, attempts=attempts, failed_at_us=failed_at_us
+                )
+            except HeadraceError as failure:
+                log.warning("cannot record yet that dead letter %d was redriven: %s", letter.id, failure)
+                await asyncio.sleep(REDRIVE_S)
+            else:
+                return
 
 
 def _blames_no_event(error: BaseException) -> bool:

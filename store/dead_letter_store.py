@@ -101,6 +101,15 @@ class DeadLetterStore(StorePart):
             chosen = and_(chosen, dead_letters.c.queue.in_(sorted(queues)))
         return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
 
+    async def requested_redrives(
+        self, provider: str, name: str, queue: int, first: int, last: int
+    ) -> dict[int, list[int]]:
+        """Return the positions of a queue from offset `first` to offset `last`, inclusive, that have a dead letter of
+        this subscription whose redrive was requested: indexes by offset."""
+        place = and_(dead_letters.c.queue == queue, dead_letters.c.token_offset.between(first, last))
+        chosen = and_(of_subscription(dead_letters, provider, name), place, dead_letters.c.redrive.is_(True))
+        return await self._database.read(_positions, chosen)
+
     async def finish_redrive(
         self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
     ) -> None:
@@ -246,6 +255,14 @@ def _request_redrive(connection: Connection, provider: str, name: str, ids: Sequ
     mark = update(dead_letters).values(redrive=True)
     chosen = _chosen(connection, provider, name, ids, definition.selector)
     return sum(connection.execute(mark.where(condition)).rowcount for condition in chosen)
+
+
+def _positions(connection: Connection, chosen: ColumnElement[bool]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    query = select(dead_letters.c.token_offset, dead_letters.c.token_index).where(chosen)
+    for offset, index in connection.execute(query):
+        found.setdefault(offset, []).append(index)
+    return found
 
 
 def _finish_redrive(connection: Connection, letter_id: int, delivered: bool, failure: Mapping[str, Any]) -> None:

@@ -5,20 +5,28 @@ reports that are in the progress. `ReportMark.confirm` is called after the store
 
 A consumer may ask whether events are done that it acknowledged in an earlier session. Such a question is open until the
 events are done in the progress of the queue, whichever consumer acknowledged them.
+
+Dead letters are not in the progress: the store deletes one when its redrive is finished. So a report with an
+acknowledgement of a dead letter is confirmed after that, and no question about a dead letter is answered while its
+redrive is requested.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ...streams.errors import InvalidArgument
-from ...streams.identity import StreamId
+from ...streams.identity import SequenceToken, StreamId
 from .progress import DeliveryProgress
 
 MAX_QUESTIONS = 100_000
 """The most open questions of one member in one queue."""
+
+
+RedrivePositions = Mapping[int, Sequence[int]]
+"""Dead letters of a queue that are to be delivered once more: indexes by offset."""
 
 
 class Confirmed(NamedTuple):
@@ -56,6 +64,10 @@ class DoneQuestion(NamedTuple):
     end: int
     """Index after the last event."""
 
+    def has_any(self, positions: RedrivePositions) -> bool:
+        """Whether one of the positions is among its events."""
+        return any(self.first <= index < self.end for index in positions.get(self.offset, ()))
+
 
 class ReportMark(NamedTuple):
     """The reports of one member that are in the progress that was read for a checkpoint."""
@@ -65,9 +77,15 @@ class ReportMark(NamedTuple):
     queue: int
     confirmed: Confirmed
 
-    def confirm(self) -> None:
-        """The checkpoint is stored: tell the member."""
-        self.reports.confirm(self)
+    @property
+    def offsets(self) -> Sequence[int]:
+        """The offsets of the questions that would be confirmed as answered."""
+        return self.reports.answered_offsets(self.confirmed.unconfirmed)
+
+    def confirm(self, redrives: RedrivePositions) -> None:
+        """The checkpoint is stored: tell the member. `redrives` are the dead letters at `offsets` that are to be
+        delivered once more, read after the mark was made."""
+        self.reports.confirm(self, redrives)
 
 
 class MemberReports:
@@ -79,6 +97,10 @@ class MemberReports:
         """Number of the last report that is applied."""
         self._questions: deque[DoneQuestion] = deque()
         """Open questions, in the order of reports."""
+        self._answered: deque[DoneQuestion] = deque()
+        """Questions before them: their events are done in the progress, and it is not confirmed yet."""
+        self._redriven: dict[SequenceToken, int] = {}
+        """Dead letters that are acknowledged, until the store has it, and the last report applied before."""
         self._confirmed = (0, 0)
         """Numbers of the last confirmation."""
 
@@ -88,29 +110,45 @@ class MemberReports:
     def ask(self, questions: Iterable[DoneQuestion]) -> None:
         """Keep questions until the answer is yes. Raise InvalidArgument if there are too many; keep none then."""
         questions = list(questions)
-        if len(self._questions) + len(questions) > MAX_QUESTIONS:
+        if len(self._answered) + len(self._questions) + len(questions) > MAX_QUESTIONS:
             raise InvalidArgument(
                 f"more than {MAX_QUESTIONS:,} events of one queue are unconfirmed: name consecutive events together"
             )
         self._questions.extend(questions)
+
+    def begin_redriven(self, position: SequenceToken) -> None:
+        """The next report acknowledges a dead letter: do not confirm it until `end_redriven`."""
+        self._redriven[position] = self._applied
+
+    def end_redriven(self, position: SequenceToken) -> None:
+        """The store has the result of a redrive."""
+        self._redriven.pop(position, None)
 
     def numbers(self, progress: DeliveryProgress) -> tuple[int, int] | None:
         """Return two numbers that are true of the present progress: of the last report, and of the last report whose
         questions are answered. None if both are confirmed already."""
         questions = self._questions
         while questions and progress.is_done(*questions[0][1:]):
-            questions.popleft()
+            self._answered.append(questions.popleft())
         answered = min(questions[0].number - 1, self._applied) if questions else self._applied
-        numbers = self._applied, answered
+        numbers = min([self._applied, *self._redriven.values()]), answered
         return None if numbers == self._confirmed else numbers
 
     @property
-    def asks(self) -> bool:
-        """Whether a question is open."""
-        return bool(self._questions)
+    def is_waiting(self) -> bool:
+        """Whether a question is open, or a report is not confirmed because of a dead letter."""
+        return bool(self._questions or self._answered or self._redriven)
 
-    def confirm(self, mark: ReportMark) -> None:
-        confirmed = mark.confirmed
+    def answered_offsets(self, number: int) -> Sequence[int]:
+        return [question.offset for question in self._answered if question.number <= number]
+
+    def confirm(self, mark: ReportMark, redrives: RedrivePositions) -> None:
+        confirmed, answered = mark.confirmed, self._answered
+        while answered and answered[0].number <= confirmed.unconfirmed:
+            if answered[0].has_any(redrives):
+                confirmed = confirmed._replace(unconfirmed=answered[0].number - 1)
+                break
+            answered.popleft()
         if mark.member.connections == self.connection and self._confirmed < confirmed[1:]:
             self._confirmed = confirmed[1:]
             mark.member.confirm(mark.queue, confirmed)
@@ -134,6 +172,11 @@ class QueueReports:
         self._pending[member] = reports
         return reports
 
+    def end_redriven(self, position: SequenceToken) -> None:
+        """The store has the result of a redrive."""
+        for reports in self._pending.values():
+            reports.end_redriven(position)
+
     def forget(self, member: Reporter) -> None:
         """The member's connection is over."""
         self._members.pop(member, None)
@@ -145,6 +188,6 @@ class QueueReports:
         for member, reports in list(self._pending.items()):
             if (numbers := reports.numbers(progress)) is not None:
                 marks.append(ReportMark(reports, member, self._queue, Confirmed(self._epoch, *numbers)))
-            elif not reports.asks:
+            elif not reports.is_waiting:
                 del self._pending[member]
         return marks

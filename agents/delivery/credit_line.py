@@ -104,6 +104,12 @@ class CreditLine:
         owner = self._owner(queue)
         return [] if owner is None or not owner.open or owner.resending else [owner]
 
+    def is_member(self, member: Member, queue: int) -> bool:
+        """Whether the member can take events of a queue, now or when it comes back within its session timeout."""
+        if self._assignment is not None:
+            return self._owner(queue) is member
+        return self._members.get(member.id) is member
+
     def is_accepting(self, queue: int) -> bool:
         """Whether a member can take events of a queue. A member that pulls has credit only while a call waits, so
         the next events are kept ready for it."""

@@ -27,7 +27,7 @@ from ..counts import DeliveryCounts
 from ..cursor import RUNNING, StreamCursor
 from .breaker import Gate
 from .checkpoint_pacer import CheckpointPacer, UnsavedProgress
-from .confirmations import ReportMark
+from .confirmations import QueueReports, ReportMark
 from .progress import BatchSource, DeliveryProgress
 from .retries import Failure, Retries
 from .waiters import ProgressWaiters
@@ -86,6 +86,7 @@ class Delivery(ABC):
         """The generation of the subscription."""
         self.progress = DeliveryProgress(checkpoint, definition.selector.matcher(), rewindable=rewindable)
         self.pacer = CheckpointPacer(self.progress)
+        self.reports = QueueReports(queue, queue_epoch)
         self.waiters = ProgressWaiters(self.progress, self.name, queue)
         self.gate = gate or Gate(definition.name, enabled=definition.circuit_breaker)
         """The circuit breaker of the subscription: one for all its queues in this process."""
@@ -215,7 +216,7 @@ class Delivery(ABC):
     def marks(self) -> Sequence[ReportMark]:
         """Return the consumers' reports that are in the progress that was just read. They are confirmed when it is
         stored."""
-        return ()
+        return self.reports.mark(self.progress)
 
     def statistics(self) -> DeliveryStatistics:
         """The present state. Its time does not depend on the number of cursors, unless they are paused."""

@@ -226,6 +226,7 @@ class Group(GroupQueues):
         self.disconnect(member)
         member.on_gone = on_gone
         _take_back(member.parcels())
+        self.line.notify_waiters()  # dead letters that it held may go to others
         if not self.members:
             self.empty_since = self._loop.time()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from ...streams.handler_workers import CANCEL_S
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import CursorState, StreamCursor
 from .breaker import Admission
-from .confirmations import QueueReports, ReportMark
 from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
 from .group_redrives import GroupRedrives
@@ -54,7 +52,6 @@ class GroupDelivery(Delivery):
         super().__init__(definition, queue, checkpoint, sink, **options)
         self.group = group
         self.parcels = HeldParcels(queue, self.progress, self.gate, self, self.counts)
-        self.reports = QueueReports(queue, self.queue_epoch)
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redrives = GroupRedrives(self.name, queue, group.edge, group.line)
@@ -253,9 +250,6 @@ class GroupDelivery(Delivery):
     def state(self) -> QueueState:
         """DRAINING: it hands out nothing more, and waits for the events that members hold."""
         return QueueState.DRAINING if self._stopping else QueueState.SERVED
-
-    def marks(self) -> Sequence[ReportMark]:
-        return self.reports.mark(self.progress)
 
     def halt(self, *, lost: bool = False) -> None:
         super().halt(lost=lost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...streams.errors import HeadraceError
-from ...streams.identity import StreamId
+from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint
 from .confirmations import DoneQuestion
 from .group_delivery import GroupDelivery
@@ -40,6 +40,9 @@ class GroupQueues:
         """Events are done; with `up_to` also the earlier events of the stream that the member holds. Return False if
         the member does not hold the events."""
         if member.redriven and _redriven(member, events, None):
+            delivery = self.deliveries.get(events.queue)
+            if delivery is not None:
+                delivery.reports.of(member).begin_redriven(SequenceToken(events.offset, events.index))
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:

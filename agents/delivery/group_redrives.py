@@ -31,9 +31,10 @@ class GroupRedrives:
         key = self._queue, event.token.offset, event.token.index
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         encoded = frame(batch.encoded, self._queue, event.token.offset, indexes=[event.token.index], redriven=True)
+        holder: Member | None = None
         while True:
-            member = await self._next_member(key, len(encoded))
-            error = await self._redrive_to(member, key, encoded)
+            holder = await self._next_member(key, len(encoded), holder)
+            error = await self._redrive_to(holder, key, encoded)
             if not isinstance(error, Closed):
                 return error
 
@@ -51,10 +52,16 @@ class GroupRedrives:
             self._line.add(member)
             self._line.notify_waiters()
 
-    async def _next_member(self, key: tuple[int, int, int], size: int) -> Member:
-        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken."""
+    async def _next_member(self, key: tuple[int, int, int], size: int, holder: Member | None) -> Member:
+        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken. A `holder`
+        whose connection was lost gets it again, if it comes back within its session timeout."""
         while not self._closed:
-            for member in self._line.candidates(self._queue):
+            candidates = self._line.candidates(self._queue)
+            if holder is not None and self._line.is_member(holder, self._queue):
+                candidates = [member for member in candidates if member is holder]
+            if not candidates:
+                self._line.ask_for_credit(self._queue)
+            for member in candidates:
                 if key in member.redriven or key[:2] in member.in_flight:
                     continue
                 if size > member.credit_bytes:

@@ -166,6 +166,45 @@ async def test_events_held_while_the_connection_is_lost_can_be_acknowledged(silo
         await publisher.caught_up("s")
 
 
+async def test_a_redriven_event_that_was_acknowledged_before_its_silo_was_killed_does_not_come_again(silo: SiloProcess):
+    async with Client(silo.address) as client:
+        async with client.subscribe("s", ORDERS, start="earliest", retry=RetryPolicy(max_attempts=1)) as consumer:
+            dead = await redriven(client, consumer)
+            await asyncio.to_thread(silo.kill)
+            await dead.ack()
+            await asyncio.to_thread(silo.start)
+            await consumer.saved()
+            assert await client.dead_letters("s") == []
+            await publish(client, ["b"], 1, first=7)
+            assert numbers(await take(consumer, 1)) == [7]
+
+
+async def test_a_redriven_event_stays_with_a_consumer_whose_connection_is_lost(silo: SiloProcess, proxy: CuttingProxy):
+    async with Client(silo.address) as publisher, Client(proxy.address) as client:
+        async with client.subscribe("s", ORDERS, start="earliest", retry=RetryPolicy(max_attempts=1)) as consumer:
+            dead = await redriven(publisher, consumer)
+            async with publisher.subscribe("s") as other:
+                proxy.cut()
+                await until(lambda: consumer.state is SessionState.RECONNECTING)
+                await dead.ack()
+                await consumer.saved()
+                assert await publisher.dead_letters("s") == []
+                assert other.statistics().received_events == 0
+            assert consumer.statistics().recognised_events == 1
+
+
+async def redriven(client: Client, consumer: Consumer) -> ReceivedBatch:
+    """Return an event that became a dead letter, and is delivered once more."""
+    await publish(client, ["a"], 1)
+    (batch,) = await take(consumer, 1)
+    await batch.nack("no")
+    await consumer.caught_up()
+    assert await client.redrive("s") == 1
+    (dead,) = await take(consumer, 1)
+    assert dead.redriven
+    return dead
+
+
 async def test_a_silent_connection_is_given_up(silo: SiloProcess, proxy: CuttingProxy):
     seen = Seen()
     async with Client(silo.address) as publisher, Client(proxy.address) as client:

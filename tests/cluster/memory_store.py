@@ -269,6 +269,17 @@ class MemoryStore:
         asked = (letter for letter in letters if letter.redrive and letter.subscription in names)
         return [letter for letter in asked if queues is None or letter.queue in queues][:limit]
 
+    async def requested_redrives(
+        self, provider: str, name: str, queue: int, first: int, last: int
+    ) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for letter in self._letters.values():
+            offset, index = letter.token
+            here = (letter.provider, letter.subscription, letter.queue) == (provider, name, queue)
+            if letter.redrive and here and first <= offset <= last:
+                found.setdefault(offset, []).append(index)
+        return found
+
     async def finish_redrive(
         self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
     ) -> None:

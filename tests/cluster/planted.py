@@ -292,7 +292,7 @@ def saved_before_the_store_has_it(stack: ExitStack) -> None:
     def mark_and_confirm(reports: QueueReports, progress: DeliveryProgress) -> list[ReportMark]:
         marks = mark(reports, progress)
         for each in marks:
-            each.confirm()
+            each.confirm({})
         return marks
 
     stack.enter_context(patch.object(QueueReports, "mark", mark_and_confirm))

@@ -222,6 +222,7 @@ class Progress(BothStores):
     @rule(name=NAMES, ids=st.none() | st.lists(st.integers(1, 5)))
     def ask_for_redrive(self, name: str, ids: list[int] | None) -> None:
         self.both("request_redrive", "p", name, ids)
+        self.both("requested_redrives", "p", name, 0, 0, 5)
 
     @rule(number=st.integers(1, 5), delivered=st.booleans(), reason=st.none() | st.just("again\0"))
     def redrive(self, number: int, delivered: bool, reason: str | None) -> None:

@@ -108,7 +108,7 @@ class SimulatedGroup:
                 if unsaved is not None:
                     unsaved.note_saved()
                 for mark in marks:
-                    mark.confirm()
+                    mark.confirm({})
 
     async def stop(self, drain_s: float = 0.0) -> Checkpoint:
         """Stop, and return the exact progress in the first queue."""

@@ -518,6 +518,11 @@ async def test_a_redrive_is_asked_for_and_finished(store: ControlStore):
     assert [each.id for each in await store.redrives("p", ["stats", "other"])] == [a, c]
     assert [each.id for each in await store.redrives("p", ["stats"], limit=1)] == [a]
     assert await store.redrives("p", ["other"]) == await store.redrives("q", ["stats"]) == []
+    queue, index = letter().queue, letter().token.index
+    assert await store.requested_redrives("p", "stats", queue, 0, 2) == {0: [index], 2: [index]}
+    assert await store.requested_redrives("p", "stats", queue, 1, 1) == {}
+    assert await store.requested_redrives("p", "stats", queue + 1, 0, 2) == {}
+    assert await store.requested_redrives("p", "other", queue, 0, 2) == {}
     await store.finish_redrive(a, delivered=True, reason=None, attempts=9, failed_at_us=70)
     await store.finish_redrive(c, delivered=False, reason="still", attempts=16, failed_at_us=80)
     await store.finish_redrive(999, delivered=False, reason="gone", attempts=1, failed_at_us=90)

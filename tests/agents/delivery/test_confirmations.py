@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace import InvalidArgument, RetryPolicy, SequenceToken
+from headrace import Event, InvalidArgument, RetryPolicy, SequenceToken
 from headrace.agents.delivery import confirmations
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.streams.frames import QueueState
@@ -253,7 +253,7 @@ async def test_a_report_that_came_after_the_checkpoint_was_read_waits_for_the_ne
         marks = circle.delivery.marks()
         consumer.report(2)
         for mark in marks:
-            mark.confirm()
+            mark.confirm({})
         await circle.rest()
         assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
 
@@ -269,7 +269,7 @@ async def test_a_confirmation_is_for_the_connection_that_reported(late: bool) ->
         if late:
             consumer.connect()
         for mark in marks:
-            mark.confirm()
+            mark.confirm({})
         if not late:
             consumer.connect()
         circle.save()
@@ -337,6 +337,44 @@ async def test_events_beyond_the_end_of_the_queue_are_not_done() -> None:
         circle.save()
         await circle.rest()
         assert consumer.confirmed == {0: Confirmed(1, 1, 0)}
+
+
+@virtual_time
+async def test_an_acknowledged_dead_letter_is_confirmed_when_the_store_has_it() -> None:
+    async with SimulatedGroup() as circle:
+        letter = Event(b"dead", {}, stream=stream("d"), token=SequenceToken(77, 3))
+        consumer = await delivered(circle, ["0"])
+        redriving = asyncio.create_task(circle.delivery.redrive(letter))
+        await circle.rest()
+        before, dead = consumer.take()
+        assert consumer.ack(before)
+        consumer.report(1)
+        assert consumer.ack(dead)
+        consumer.report(2)
+        assert await redriving is None
+        consumer.report(3)
+        circle.save()
+        await circle.rest()
+        assert consumer.confirmed == {0: Confirmed(1, 1, 3)}
+        circle.delivery.reports.end_redriven(SequenceToken(77, 3))
+        circle.save()
+        await circle.rest()
+        assert consumer.confirmed == {0: Confirmed(1, 3, 3)}
+
+
+@virtual_time
+async def test_a_question_about_a_dead_letter_is_open_until_its_redrive_is_over() -> None:
+    async with SimulatedGroup(checkpoints={0: Checkpoint(5)}) as circle:
+        consumer = circle.consumer("asks")
+        for number, first in ((1, 0), (2, 1), (3, 4)):
+            consumer.unconfirmed(number, ("a", 2, first, 2))
+        for redrives, confirmed in (({2: [0, 2]}, 0), ({2: [2], 3: [0]}, 1), ({2: [3]}, 3), ({}, 3)):
+            for mark in circle.delivery.marks():
+                assert set(mark.offsets) <= {2}
+                mark.confirm(redrives)
+            await circle.rest()
+            assert consumer.confirmed == {0: Confirmed(1, 3, confirmed)}
+        assert not circle.delivery.marks()
 
 
 @virtual_time

@@ -1263,7 +1263,7 @@ async def test_a_dead_letter_may_be_rejected_again() -> None:
         assert "still no" in str(await redriving)
 
 
-@pytest.mark.parametrize("way", ["leave", "disconnect", "supersede", "time out"])
+@pytest.mark.parametrize("way", ["leave", "disconnect", "time out"])
 @virtual_time
 async def test_a_dead_letter_whose_consumer_is_gone_goes_to_another(way: str) -> None:
     async with SimulatedGroup() as circle:
@@ -1274,13 +1274,46 @@ async def test_a_dead_letter_whose_consumer_is_gone_goes_to_another(way: str) ->
         other = circle.consumer("other", timeout_s=1000)
         if way == "leave":
             one.leave()
-        elif way == "disconnect":
-            one.disconnect()
-        elif way == "supersede":
-            Consumer(circle.group, "one").connect(0, 0)
         else:
+            if way == "disconnect":
+                one.disconnect()
+                await circle.rest()
+                assert not other.inbox, "the first consumer may come back"
             await circle.rest(31.0)
             circle.group.tick()
+        await circle.rest()
+        assert other.ack(other.take()[0])
+        assert await redriving is None
+
+
+@pytest.mark.parametrize("mode", [Mode.SHARED, Mode.BOUND])
+@virtual_time
+async def test_a_consumer_that_comes_back_gets_the_dead_letter_again_that_it_held(mode: Mode) -> None:
+    async with SimulatedGroup(mode=mode) as circle:
+        one = circle.consumer("one")
+        redriving = asyncio.create_task(circle.delivery.redrive(letter()))
+        await circle.rest()
+        assert one.took() == ["dead"]
+        other = circle.consumer("other")
+        one.connect(0, 0)
+        await circle.rest()
+        assert not other.inbox
+        one.grant(10, 1000)
+        await circle.rest()
+        assert one.ack(one.take()[0])
+        assert await redriving is None
+        assert not other.inbox
+
+
+@virtual_time
+async def test_a_dead_letter_goes_to_the_new_owner_of_its_queue() -> None:
+    async with SimulatedGroup(mode=Mode.BOUND, queues=2) as circle:
+        one = circle.consumer("1")
+        redriving = asyncio.create_task(circle.lanes[1].delivery.redrive(letter()))
+        await circle.rest()
+        assert one.took() == ["dead"]
+        other = circle.consumer("2")
+        one.connect()
         await circle.rest()
         assert other.ack(other.take()[0])
         assert await redriving is None
@@ -1297,6 +1330,27 @@ async def test_a_dead_letter_waits_for_credit() -> None:
         await circle.rest()
         assert consumer.ack(consumer.take()[0])
         assert await redriving is None
+
+
+@virtual_time
+async def test_a_dead_letter_asks_for_credit() -> None:
+    async with SimulatedGroup() as circle:
+        consumer = circle.consumer("c", events=0, size=0, divides_credit=True)
+        redriving = asyncio.create_task(circle.delivery.redrive(letter()))
+        await circle.rest()
+        assert consumer.member.waiting
+        consumer.grant(1, 1000)
+        await circle.rest()
+        assert not consumer.member.waiting
+        other = circle.consumer("other")
+        consumer.connect(0, 0)
+        await circle.rest()
+        assert consumer.member.waiting, "the other consumer does not get it"
+        consumer.grant(1, 1000)
+        await circle.rest()
+        assert consumer.ack(consumer.take()[-1])
+        assert await redriving is None
+        assert not other.inbox
 
 
 @virtual_time

@@ -474,6 +474,53 @@ async def test_a_dead_letter_is_delivered_once_more_and_gone() -> None:
 
 
 @virtual_time
+async def test_an_acknowledged_dead_letter_is_confirmed_only_when_the_store_can_delete_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with house() as built:
+        await built.publish("a", "0")
+        _, consumer = await _with_a_dead_letter(built)
+        await built.store.request_redrive(PROVIDER, "g")
+        await rest(2)
+        (letter,) = consumer.take()
+        with monkeypatch.context() as patch:
+
+            async def fails(*_: object, **_options: object) -> None:
+                raise StorageError("no")
+
+            patch.setattr(built.store, "finish_redrive", fails)
+            assert consumer.ack(letter)
+            consumer.report(9)
+            await rest(5)
+            assert not consumer.inbox
+            assert consumer.confirmed[0].number < 9
+        await rest(2)
+        assert consumer.confirmed[0].number == 9
+        assert not await built.store.dead_letters(PROVIDER)
+        assert not consumer.inbox
+
+
+@virtual_time
+async def test_a_question_about_a_dead_letter_is_answered_when_it_is_acknowledged_again() -> None:
+    async with house() as built:
+        await built.publish("a", "0")
+        group, consumer = await _with_a_dead_letter(built)
+        await built.store.request_redrive(PROVIDER, "g")
+        await rest(2)
+        assert consumer.took() == ["0"]
+        consumer.connect(0, 0)
+        consumer.unconfirmed(1, ("a", 0, 0, 1))
+        await rest(5)
+        assert consumer.confirmed[0].unconfirmed == 0
+        consumer.grant(10, 1000)
+        await rest(2)
+        assert consumer.ack(consumer.take()[0])
+        await rest(2)
+        assert consumer.confirmed[0].unconfirmed == 1
+        assert group.caught_up
+
+
+@virtual_time
 async def test_a_dead_letter_of_a_stream_that_is_not_selected_is_not_delivered() -> None:
     """It is of a deleted subscription that had the name."""
     async with house() as built:

@@ -255,7 +255,7 @@ class GroupMachine(RuleBasedStateMachine):
                 unsaved.note_saved()
             self._matches(self.saved)
             for mark in marks:
-                mark.confirm()
+                mark.confirm({})
         await self._settle()
         for name, reports in self.reports.items():
             if reports and self._here(name):
