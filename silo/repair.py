@@ -128,8 +128,10 @@ async def renew_control(data: Path, control: str | None = None) -> RenewedContro
     were in the lost control store, and are gone. If the write-ahead log of the control store is damaged, the data that
     was saved before the damage stays.
 
+    A process that has the lost control store open can save nothing more: each write is refused.
+
     Raises InvalidArgument if there is nothing to do, Busy if a process serves a subscription or is a silo of a cluster
-    there: it goes on with the lost control store. DataDirectoryError, StorageError.
+    there. DataDirectoryError, StorageError.
     """
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_unused(data))

@@ -5,7 +5,7 @@ import re
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from threading import Barrier
 
@@ -207,13 +207,26 @@ async def test_a_lost_control_store_is_made_anew_from_the_log(tmp_path: Path, co
 async def test_a_control_store_is_not_made_anew_while_a_process_serves_a_subscription(tmp_path: Path):
     data = tmp_path / "data"
     await make(data)
-    async with Provider.open(data) as provider:
+    async with AsyncExitStack() as stack:
+        provider = await stack.enter_async_context(Provider.open(data))
         await provider.subscribe("one", "orders/*", ignore, start="earliest")
         lose_control(data, None)
         with pytest.raises(Busy, match=r"is used, see locks/default/one\.lock, by process \d+: stop that one first"):
             await renew_control(data)
         assert not (data / "control.db").exists()
+        with pytest.raises(DataDirectoryError, match="deleted or replaced"):  # the last progress is lost
+            await stack.aclose()
     assert await renew_control(data) == RenewedControl(["default"], None)
+
+
+async def test_a_process_that_has_a_lost_control_store_open_saves_nothing_beside_the_new_one(tmp_path: Path):
+    data = tmp_path / "data"
+    await make(data)
+    async with Provider.open(data) as provider:  # without a subscription, so that it holds no lock
+        lose_control(data, None)
+        assert await renew_control(data) == RenewedControl(["default"], None)
+        with pytest.raises(DataDirectoryError, match="deleted or replaced"):
+            await provider.subscribe("two", "orders/*", ignore)
 
 
 async def test_a_damaged_write_ahead_log_is_refused_until_its_end_is_given_up(tmp_path: Path, headrace: Headrace):
