@@ -22,7 +22,8 @@ from headrace import (
 )
 from headrace.adapters.log import LogScan
 from headrace.silo.provider import Provider
-from headrace.silo.repair import RenewedControl, renew_control, renew_log
+from headrace.silo.repair import RenewedControl, control_store, renew_control, renew_log
+from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace
 
 
@@ -119,6 +120,25 @@ async def test_a_log_is_begun_anew_although_a_checkpoint_is_damaged(tmp_path: Pa
     assert got == [b"1", b"2", b"3"]
     assert len(gaps) == queues
     assert {(gap.low, gap.high) for gap in gaps} == {((0, 0), (starts[gap.queue], 0)) for gap in gaps}
+
+
+@pytest.mark.parametrize("subscribed", [False, True])
+async def test_offsets_of_a_new_log_are_not_used_again_if_it_is_lost_too(tmp_path: Path, subscribed: bool):
+    async def published() -> int:
+        async with Provider.open(tmp_path, queues=1) as provider:
+            return (await provider.stream("orders", "42").publish(b"1")).offset
+
+    last = await published()
+    if subscribed:
+        definition = SubscriptionDefinition(name="slow", selector=Selector("orders/*"))
+        async with control_store(tmp_path, None) as (_, store):
+            await store.create_subscription("default", definition, {0: Checkpoint(0)})
+    for _ in range(2):
+        shutil.rmtree(log_of(tmp_path))
+        starts = await renew_log(tmp_path, "default")
+        assert starts[0] > last
+        last = await published()
+        assert last == starts[0]
 
 
 async def test_a_log_that_is_there_is_not_begun_anew(tmp_path: Path):
