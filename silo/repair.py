@@ -13,7 +13,7 @@ from ..adapters import Gap
 from ..adapters.log import LogAdapter, LogScan
 from ..adapters.log.damage import DamagedRange
 from ..adapters.log.environment import has_log
-from ..adapters.log.renewal import new_log
+from ..adapters.log.renewal import new_log, renewed_start
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..store.control_store import ControlStore, ProviderRecord
@@ -28,9 +28,6 @@ from .ownership import identity_key
 from .provider import Provider
 
 LOST_LOG = "the log was lost, and begun anew"
-_APART = 1 << 32
-"""A new log leaves out this many offsets above the highest known one: an offset never means two batches, also not to
-readers whose positions the control store does not have."""
 
 
 @asynccontextmanager
@@ -96,10 +93,11 @@ async def _positions(
 
 
 def _starts(queues: int, stored: Sequence[Mapping[int, Checkpoint]]) -> dict[int, int]:
-    return {
-        queue: max((at[queue].next_offset for at in stored if queue in at), default=0) + _APART
-        for queue in range(queues)
-    }
+    """Return the first offset of each queue. It never means another batch of a lost log, also not to readers whose
+    positions the control store does not have."""
+    now_us = time.time_ns() // 1000
+    known = [max((at[queue].next_offset for at in stored if queue in at), default=0) for queue in range(queues)]
+    return {queue: renewed_start(low, now_us) for queue, low in enumerate(known)}
 
 
 def _gaps(provider: str, name: str, stored: Mapping[int, Checkpoint], starts: Mapping[int, int]) -> list[GapRecord]:
@@ -128,8 +126,10 @@ async def renew_control(data: Path, control: str | None = None) -> RenewedContro
     were in the lost control store, and are gone. If the write-ahead log of the control store is damaged, the data that
     was saved before the damage stays.
 
+    A process that has the lost control store open can save nothing more: each write is refused.
+
     Raises InvalidArgument if there is nothing to do, Busy if a process serves a subscription or is a silo of a cluster
-    there: it goes on with the lost control store. DataDirectoryError, StorageError.
+    there. DataDirectoryError, StorageError.
     """
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_unused(data))

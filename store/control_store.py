@@ -52,7 +52,8 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
 
     Every method raises StorageError (retryable) if the database is locked or fails, StorageFull (retryable) if there
     is no space, DataDirectoryError if the database is damaged, Closed after `aclose`, and InvalidArgument for a
-    position that does not fit into 64 bits.
+    position that does not fit into 64 bits. Methods that write raise DataDirectoryError if the file of the database was
+    deleted or replaced.
     """
 
     @classmethod

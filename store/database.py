@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +23,7 @@ from sqlalchemy.pool import StaticPool
 
 from ..streams.errors import Closed, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.histograms import Histogram
+from ..streams.open_files import OpenFile
 from ..streams.private_files import make_file
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Database:
         self._reading = _SQLITE_READS if _is_sqlite(url) else _SERVER_READS
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-store")
         self._closed = False
+        self._files: list[OpenFile] = []
+        """SQLite's files in which a transaction is stored: the database and its write-ahead log."""
         self.durations = Histogram()
         """How long transactions took, with the wait for earlier ones."""
         self.errors = Counter[str]()
@@ -94,6 +97,8 @@ class Database:
         """Run `work` in a transaction. In SQLite it excludes other writers from the start. On a server other writers
         run at the same time, so `work` must lock the rows on which its decisions depend. After a conflict the
         transaction is rolled back and `work` runs again.
+
+        In SQLite it raises DataDirectoryError if the file was deleted or replaced.
         """
         return await self._measured(False, work, *args, **kwargs)
 
@@ -134,6 +139,7 @@ class Database:
         with self._translated():
             if _is_sqlite(self._url):
                 self._engine = _sqlite_engine(self._url, self._timeout_s)
+                self._note_file(self._url.database)
             else:
                 self._engine, self._deadline = _server_engine(self._url, self._timeout_s)
 
@@ -145,12 +151,34 @@ class Database:
             prepare(connection)
 
         self._transact(False, patiently)
+        if _is_sqlite(self._url) and self._url.database:
+            # It is there from the first transaction on, and is not replaced while a process has the database open.
+            self._note_file(f"{Path(self._url.database).resolve()}-wal")
+
+    def _note_file(self, path: str | None) -> None:
+        if path:
+            with suppress(OSError):  # SQLite reports it, or the file system does not support a write-ahead log
+                self._files.append(OpenFile(Path(path)))
+
+    def _check_files(self) -> None:
+        """Raise DataDirectoryError if a file was deleted or replaced. SQLite does not notice that."""
+        for file in self._files:
+            file.check_current()
 
     def _disconnect(self) -> None:
         if self._engine is not None:
             self._engine.dispose()
 
     def _transact(self, reads: bool, work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        if reads:
+            return self._tried(reads, work, *args, **kwargs)
+        self._check_files()
+        result = self._tried(reads, work, *args, **kwargs)
+        # Again after the commit: a file that was deleted before it does not have the transaction.
+        self._check_files()
+        return result
+
+    def _tried(self, reads: bool, work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         with self._translated():
             for _ in range(ATTEMPTS - 1):
                 try:

@@ -16,7 +16,8 @@ Blocks with the older magic b"HRB1" have a checksum without the place.
 
 An operator can skip a damaged block for all readers. The block is then replaced by a record with the
 magic b"HRP1", no events, no columns, and the reason as UTF-8 text after the header. This record keeps the offsets of
-the lost batches.
+the lost batches. If these are more than 32 bits can count, the magic is b"HRP2", and the field for the number of events
+has the upper 32 bits of the number of batches.
 
 All integers are unsigned and little-endian. A block is stored under the offset of its first batch; the others have the
 offsets that follow, so the next block's key is this one's plus n.
@@ -45,12 +46,12 @@ HEADER_BYTES = 24
 COLUMNS_BYTES = 12
 """Size of each batch's entries in the columns."""
 
-MAX_BATCHES = (1 << 32) - 1
-"""Largest number of batches in one block."""
-
 _MAGIC = b"HRB2"
 _FIRST_MAGIC = b"HRB1"
 _SKIPPED_MAGIC = b"HRP1"
+_LARGE_SKIPPED_MAGIC = b"HRP2"
+_MAGICS = (_MAGIC, _FIRST_MAGIC, _SKIPPED_MAGIC, _LARGE_SKIPPED_MAGIC)
+_UINT32 = (1 << 32) - 1
 _PLACE = Struct("<IQ")
 _HEADER = Struct("<4sIQII")
 _CRC = Struct("<I")
@@ -85,7 +86,8 @@ class BlockHeader(NamedTuple):
 
 def skipped_record(place: BlockPlace, batches: int, time_us: int, reason: str) -> bytes:
     """Return the record of a skipped block that takes the offsets of `batches` batches."""
-    record = bytearray(_HEADER.pack(_SKIPPED_MAGIC, 0, time_us, batches, 0) + reason.encode())
+    magic = _SKIPPED_MAGIC if batches <= _UINT32 else _LARGE_SKIPPED_MAGIC
+    record = bytearray(_HEADER.pack(magic, 0, time_us, batches & _UINT32, batches >> 32) + reason.encode())
     _CRC.pack_into(record, 4, _checksum(record, place))
     return bytes(record)
 
@@ -147,8 +149,10 @@ def read_header(record: bytes | memoryview) -> BlockHeader:
     if len(record) < _HEADER.size:
         raise DamagedBlockError(f"{len(record)} bytes, too short for a block")
     magic, crc, time_us, count, events = _HEADER.unpack_from(record)
-    if magic not in (_MAGIC, _FIRST_MAGIC, _SKIPPED_MAGIC):
+    if magic not in _MAGICS:
         raise DamagedBlockError(f"begins with {magic!r}, not {_MAGIC!r}")
+    if magic == _LARGE_SKIPPED_MAGIC:
+        return BlockHeader(crc, time_us, events << 32 | count, 0, skipped=True)
     return BlockHeader(crc, time_us, count, events, magic == _SKIPPED_MAGIC, magic != _FIRST_MAGIC)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, read_header, skipped_record
+from .blocks import BlockPlace, DamagedBlockError, check_block, read_header, skipped_record
 from .environment import LogEnvironment
 from .transactions import LogChanges, LogSnapshot, StoredGap
 
@@ -165,9 +164,8 @@ def _skip(changes: LogChanges, queue: int, damage: DamagedRange, now_us: int) ->
     time_us = _time_before(changes, queue, damage.low)
     for first in [first for first, _ in changes.blocks(queue, damage.low) if first < damage.high]:
         changes.delete(queue, first)
-    bounds = [*range(damage.low, damage.high, MAX_BATCHES), damage.high]
-    for low, high in pairwise(bounds):
-        changes.put(queue, low, skipped_record(BlockPlace(queue, low), high - low, time_us, damage.reason))
+    place = BlockPlace(queue, damage.low)
+    changes.put(queue, damage.low, skipped_record(place, damage.high - damage.low, time_us, damage.reason))
     changes.put_gap(queue, StoredGap(damage.low, damage.high, now_us, damage.reason))
 
 

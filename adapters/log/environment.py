@@ -18,6 +18,7 @@ import msgspec
 
 from ...streams.durable import sync_path
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
+from ...streams.open_files import OpenFile
 from ...streams.private_files import DIRECTORY_MODE, FILE_MODE
 from ...streams.remedies import log_remedy
 from .acknowledgements import PendingAcknowledgements
@@ -83,27 +84,17 @@ class LogEnvironment:
         """Open a write transaction. It is committed at the end, or rolled back if the body raises.
 
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
+        Raises DataDirectoryError if the log was deleted or replaced: everything written to it would be lost.
         """
-        self._check_present()
+        self._data_file.check_current(self.path)
         with self._transaction(write=True) as txn:
             yield LogChanges(txn, self._databases, self.path)
+        # Again after the commit: a log that was deleted before it does not have the changes.
+        self._data_file.check_current(self.path)
 
     def is_current(self) -> bool:
         """Return False if the log was deleted or replaced by another one. Raises StorageError if that is not known."""
-        try:
-            return _data_file_identity(self.path) == self._data_file
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise StorageError(f"'{self.path}' cannot be read: {error}") from None
-
-    def _check_present(self) -> None:
-        """Raise DataDirectoryError if the log was deleted: everything written to it would be lost."""
-        if not self.is_current():
-            raise DataDirectoryError(
-                f"'{self.path}' was deleted or replaced while it was open, and nothing more is stored there: close it, "
-                "and open it again"
-            )
+        return self._data_file.is_current()
 
     def release_freed_pages(self) -> None:
         """Commit almost nothing, so that LMDB can reuse the pages that a deletion has freed.
@@ -167,7 +158,7 @@ class LogEnvironment:
             if self.options.durability == "relaxed":
                 note_relaxed(self.path)
             environment = self._open_lmdb()
-            self._data_file = _data_file_identity(self.path)
+            self._data_file = OpenFile(self.path / "data.mdb")
             try:
                 check_file(environment, self.path)
                 environment.reader_check()
@@ -350,11 +341,6 @@ def _directory_identity(path: Path, provider: str, *, create: bool) -> tuple[int
         raise DataDirectoryError(f"'{path}' cannot be a log directory: No such file or directory") from None
     except OSError as error:
         raise DataDirectoryError(f"'{path}' cannot be a log directory: {error.strerror}") from None
-    return found.st_dev, found.st_ino
-
-
-def _data_file_identity(path: Path) -> tuple[int, int]:
-    found = (path / "data.mdb").stat()
     return found.st_dev, found.st_ino
 
 

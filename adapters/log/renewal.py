@@ -11,12 +11,28 @@ from pathlib import Path
 from ...streams.durable import sync_path
 from ...streams.errors import InvalidArgument
 from ...streams.remedies import remedy
-from .blocks import MAX_BATCHES, BlockPlace, skipped_record
+from .blocks import BlockPlace, skipped_record
 from .damage import RESTORED
 from .environment import acquire, has_log, release
 from .options import LogOptions
 from .rows import TailRow
 from .transactions import LogChanges, StoredGap
+
+_BASE_US = 1_767_225_600_000_000
+"""2026-01-01 UTC, in microseconds since 1970."""
+_APART = 1 << 32
+"""How many offsets are left out if the clock is wrong."""
+
+
+def renewed_start(low: int, now_us: int) -> int:
+    """Return the offset at which a restored or new log begins at `now_us`, in microseconds since 1970 UTC.
+
+    It is above all offsets that were used before `now_us`, also by logs of this place that are lost: it is the number
+    of microseconds since 2026, and a queue never stores a batch per microsecond. `low` is the lowest offset that is not
+    known to be used. If it is above that number, then the clock is or was wrong, and the start is `_APART` above `low`.
+    """
+    by_clock = now_us - _BASE_US
+    return by_clock if by_clock > low else low + _APART
 
 
 @contextmanager
@@ -50,21 +66,23 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
 def leave_out_offsets(directory: Path, provider: str, queues: int) -> None:
     """Let the next event of each queue of a restored log get an offset that no event had after the backup.
 
-    `MAX_BATCHES` offsets are left out. Readers pass over them, and subscriptions get a gap record.
+    Also not after an earlier restore of this backup: see `renewed_start`. Readers pass over the offsets that are left
+    out, and subscriptions get a gap record.
     """
+    now_us = time.time_ns() // 1000
     environment = acquire(directory / "log", LogOptions(), provider, queues, create=False)
     try:
         with environment.writing() as changes:
             for queue in range(queues):
-                _leave_out(changes, queue)
+                _leave_out(changes, queue, now_us)
     finally:
         release(environment)
 
 
-def _leave_out(changes: LogChanges, queue: int) -> None:
+def _leave_out(changes: LogChanges, queue: int, now_us: int) -> None:
     tail, low = changes.tail(queue), changes.end(queue)
-    high = low + MAX_BATCHES
-    record = skipped_record(BlockPlace(queue, low), MAX_BATCHES, tail.time_us, RESTORED)
+    high = renewed_start(low, now_us)
+    record = skipped_record(BlockPlace(queue, low), high - low, tail.time_us, RESTORED)
     changes.put(queue, low, record)
-    changes.put_gap(queue, StoredGap(low, high, time.time_ns() // 1000, RESTORED))
+    changes.put_gap(queue, StoredGap(low, high, now_us, RESTORED))
     changes.put_tail(queue, tail._replace(next=high, nbytes=tail.nbytes + len(record)))

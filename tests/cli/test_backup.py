@@ -108,6 +108,30 @@ def test_offsets_of_lost_events_are_not_used_again(headrace: Headrace, data: Pat
     }
 
 
+def test_offsets_of_events_after_a_restore_are_not_used_again_by_another_one(headrace: Headrace, data: Path):
+    """The operator restores the same backup twice, or an older backup the second time."""
+
+    async def published() -> tuple[int, int]:
+        async with Provider.open(data) as provider:
+            offsets = [token.offset for token in [await provider.publish(stream, b"c") for stream in STREAMS]]
+            return min(offsets), max(offsets)
+
+    headrace("backup", "--data", data, "older")
+    asyncio.run(published())
+    headrace("backup", "--data", data, "backup")
+    used = asyncio.run(published())
+    for backup in ("backup", "backup", "older"):
+        shutil.rmtree(data)
+        headrace("restore", backup, "--data", data)
+        new = asyncio.run(published())
+        assert new[0] > used[1]
+        used = new
+    assert headrace("check", "--data", data).code == 0
+    got, gaps = asyncio.run(read(data, "bills"))
+    assert got == each(b"b") | {stream: [b"b", b"c"] for stream in STREAMS}
+    assert len(gaps) == QUEUES
+
+
 def test_the_silos_of_the_original_are_forgotten(headrace: Headrace, tmp_path: Path):
     """Else the queues would wait until the leases in the backup end."""
     with silos(tmp_path, "a") as (silo,):

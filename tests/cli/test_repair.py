@@ -5,7 +5,7 @@ import re
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from threading import Barrier
 
@@ -22,7 +22,8 @@ from headrace import (
 )
 from headrace.adapters.log import LogScan
 from headrace.silo.provider import Provider
-from headrace.silo.repair import RenewedControl, renew_control, renew_log
+from headrace.silo.repair import RenewedControl, control_store, renew_control, renew_log
+from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace
 
 
@@ -121,6 +122,25 @@ async def test_a_log_is_begun_anew_although_a_checkpoint_is_damaged(tmp_path: Pa
     assert {(gap.low, gap.high) for gap in gaps} == {((0, 0), (starts[gap.queue], 0)) for gap in gaps}
 
 
+@pytest.mark.parametrize("subscribed", [False, True])
+async def test_offsets_of_a_new_log_are_not_used_again_if_it_is_lost_too(tmp_path: Path, subscribed: bool):
+    async def published() -> int:
+        async with Provider.open(tmp_path, queues=1) as provider:
+            return (await provider.stream("orders", "42").publish(b"1")).offset
+
+    last = await published()
+    if subscribed:
+        definition = SubscriptionDefinition(name="slow", selector=Selector("orders/*"))
+        async with control_store(tmp_path, None) as (_, store):
+            await store.create_subscription("default", definition, {0: Checkpoint(0)})
+    for _ in range(2):
+        shutil.rmtree(log_of(tmp_path))
+        starts = await renew_log(tmp_path, "default")
+        assert starts[0] > last
+        last = await published()
+        assert last == starts[0]
+
+
 async def test_a_log_that_is_there_is_not_begun_anew(tmp_path: Path):
     await make(tmp_path)
     with pytest.raises(InvalidArgument, match="has a log, so no new one is made"):
@@ -207,13 +227,26 @@ async def test_a_lost_control_store_is_made_anew_from_the_log(tmp_path: Path, co
 async def test_a_control_store_is_not_made_anew_while_a_process_serves_a_subscription(tmp_path: Path):
     data = tmp_path / "data"
     await make(data)
-    async with Provider.open(data) as provider:
+    async with AsyncExitStack() as stack:
+        provider = await stack.enter_async_context(Provider.open(data))
         await provider.subscribe("one", "orders/*", ignore, start="earliest")
         lose_control(data, None)
         with pytest.raises(Busy, match=r"is used, see locks/default/one\.lock, by process \d+: stop that one first"):
             await renew_control(data)
         assert not (data / "control.db").exists()
+        with pytest.raises(DataDirectoryError, match="deleted or replaced"):  # the last progress is lost
+            await stack.aclose()
     assert await renew_control(data) == RenewedControl(["default"], None)
+
+
+async def test_a_process_that_has_a_lost_control_store_open_saves_nothing_beside_the_new_one(tmp_path: Path):
+    data = tmp_path / "data"
+    await make(data)
+    async with Provider.open(data) as provider:  # without a subscription, so that it holds no lock
+        lose_control(data, None)
+        assert await renew_control(data) == RenewedControl(["default"], None)
+        with pytest.raises(DataDirectoryError, match="deleted or replaced"):
+            await provider.subscribe("two", "orders/*", ignore)
 
 
 async def test_a_damaged_write_ahead_log_is_refused_until_its_end_is_given_up(tmp_path: Path, headrace: Headrace):

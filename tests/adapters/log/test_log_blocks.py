@@ -14,6 +14,7 @@ from headrace.adapters.log.blocks import (
     StreamTable,
     check_block,
     read_header,
+    skipped_reason,
     skipped_record,
     split,
 )
@@ -37,6 +38,16 @@ GOLDEN = (
     "1a0400000000"
     "22080200000000000000"
     "7a00"  # second
+)
+
+
+LARGE_GAP = (
+    "48525032"  # magic
+    "b5176ea0"  # checksum, of the place too
+    "15cd5b0700000000"  # time
+    "03000000"  # batches, the lower 32 bits
+    "02000000"  # batches, the upper 32 bits
+    "676f6e65"  # reason
 )
 
 
@@ -179,3 +190,19 @@ def test_one_buffer_serves_block_after_block():
         with encoder.encode(PLACE, [expected], 0) as record:
             [found] = Block(bytes(record), PLACE).batches(0, EVERYTHING, StreamTable())
         assert found.encoded == expected.encoded
+
+
+@pytest.mark.parametrize("batches", [1, (1 << 32) - 1, 1 << 32, (2 << 32) + 3, 1 << 53])
+def test_a_skipped_record_may_take_any_number_of_offsets(batches: int):
+    record = skipped_record(PLACE, batches, 5, "gone")
+    header = check_block(record, PLACE)
+    assert (header.batches, header.events, header.time_us, header.skipped) == (batches, 0, 5, True)
+    assert skipped_reason(record) == "gone"
+
+
+def test_the_record_of_a_large_gap_is_as_documented():
+    assert skipped_record(PLACE, (2 << 32) + 3, 123456789, "gone").hex() == LARGE_GAP
+
+
+def test_earlier_releases_read_the_record_of_a_small_gap():
+    assert skipped_record(PLACE, (1 << 32) - 1, 0, "gone")[:4] == b"HRP1"
