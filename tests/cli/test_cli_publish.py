@@ -193,6 +193,7 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b'{"who":"ann"} {}', "not JSON"),
         (b'{"who":"\xff"}', "not UTF-8 at byte 8 of the line: save the file as UTF-8, or use --format raw"),
         ('{"who":"ann"}'.encode("utf-16"), "not UTF-8 at byte 0 of the line"),
+        (b"[" * 1500 + b"]" * 1500, "the JSON is nested too deeply: use --format raw"),
         (b"[1]", "not a JSON object, so it has no fields"),
         (b"{}", "has no field 'who'"),
         (b'{"who":null}', "field 'who' is neither text nor a whole number"),
@@ -206,6 +207,10 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b'{"who":"a","id":1,"at":"2026-11-21T10:00:00"}', "field 'at' is not a time"),
         (b'{"who":"a","id":1,"at":1e300}', "field 'at' is not a time"),
         (b'{"who":"a","id":1,"at":null}', "field 'at' is not a time"),
+        (b'{"who":"a","id":1,"at":"9999-12-31T23:59:59-23:59"}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":1,"at":"0001-01-01T00:00:00+23:59"}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":1,"at":-900000000000}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":"%s"}' % (b"i" * 5000), "the id of an event has at most"),
     ],
 )
 def test_why_a_line_is_no_event(line: bytes, reason: str):
