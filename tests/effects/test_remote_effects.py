@@ -248,6 +248,27 @@ async def test_batches_on_one_connection_are_applied_one_after_the_other(async_d
     assert sorted(async_database.log()) == ["0", "1", "2", "3"]
 
 
+async def test_a_batch_inside_of_the_block_of_another_one_on_its_connection_is_refused(
+    async_database: UserDatabase, client: Client
+):
+    engine: Any = async_database.engine
+    for number in range(2):
+        await client.stream("orders", str(number)).publish(b"%d" % number)
+    async with client.subscribe("billing", ORDERS, start="earliest") as consumer, engine.connect() as connection:
+        outer, inner = [await anext(consumer) for _ in range(2)]
+        async with outer.effects(connection) as tx:
+            await write_all_down(outer, tx)
+            with pytest.raises(InvalidArgument, match="would wait for itself: leave that `async with` first"):
+                async with inner.effects(connection):
+                    pass
+        again = await anext(consumer)
+        async with again.effects(connection) as tx:
+            await write_all_down(again, tx)
+        await consumer.saved()
+    assert sorted(async_database.log()) == ["0", "1"]
+    assert again.attempt == 1  # the refusal is no attempt
+
+
 async def test_batches_on_one_engine_are_bounded_together(tmp_path: Path, client: Client):
     """SQLite has one writer: a second one would wait for the lock, and fail if it waits too long."""
     async with user_database("aiosqlite", str(tmp_path / "u.db"), lambda: "", connect_args={"timeout": 0}) as database:
