@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import ParamSpec, Protocol, Self, TypeVar, overload
 
 from ..streams.arguments import check_seconds
-from ..streams.errors import Closed
+from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.openings import ConsumerOpening
@@ -133,6 +133,53 @@ class SyncPulled(Sequence[SyncBatch]):
         return self._batches[index]
 
 
+class BatchHandover:
+    """One call that takes a batch: the client's thread sets `batch`, and the caller sets `returned` or `interrupted`.
+
+    Python runs signal handlers between two calls, but not between an assignment and the `return` after it. So an
+    exception of a handler never comes between `returned` and the caller.
+    """
+
+    __slots__ = ("batch", "interrupted", "returned", "task")
+
+    def __init__(self) -> None:
+        self.batch: SyncBatch | None = None
+        self.task: asyncio.Task[object] | None = None
+        self.returned = False
+        self.interrupted = False
+
+
+class BatchHandovers:
+    """Takes batches for the callers of one consumer. A batch whose caller was interrupted goes to the next caller."""
+
+    def __init__(self, call: CallInLoop) -> None:
+        self._call = call
+        self._handovers: list[BatchHandover] = []
+
+    async def take(self, handover: BatchHandover, consumer: Consumer, timeout_s: float | None) -> SyncBatch:
+        """Return the next batch, in the client's thread. Raises TimeoutError, and StopAsyncIteration at the end."""
+        handover.task = asyncio.current_task()
+        handover.batch = self._left_behind()
+        self._handovers.append(handover)
+        if handover.batch is None:
+            async with asyncio.timeout(timeout_s):
+                handover.batch = SyncBatch(await anext(consumer), self._call)
+        return handover.batch
+
+    def _left_behind(self) -> SyncBatch | None:
+        """Return a batch whose caller was interrupted; None if there is none. Forget the calls that are over."""
+        batch = None
+        for each in list(self._handovers):
+            if each.interrupted and batch is None:
+                batch = each.batch
+                if each.task is not None:
+                    each.task.cancel()
+                self._handovers.remove(each)
+            elif each.returned:
+                self._handovers.remove(each)
+        return batch
+
+
 class SyncConsumer:
     """A consumer of a subscription, made by `SyncClient.subscribe`: enter it with `with`, and iterate. See `Consumer`.
 
@@ -143,9 +190,15 @@ class SyncConsumer:
         self._opening = opening
         self._call = call
         self._consumer: Consumer | None = None
+        self._handovers = BatchHandovers(call)
 
     def __enter__(self) -> Self:
-        self._consumer = self._call(self._opening.__aenter__)
+        try:
+            self._consumer = self._call(self._opening.__aenter__)
+        except BaseException:  # perhaps an interrupt when it is open already
+            with suppress(HeadraceError):
+                self._call(self._opening.__aexit__)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +215,7 @@ class SyncConsumer:
     def __next__(self) -> SyncBatch:
         """Return the next batch. Ends when the consumer is closed; raises the error if it ended with one."""
         try:
-            return SyncBatch(self._call(self._opened.__anext__), self._call)
+            return self._take(None)
         except StopAsyncIteration:
             raise StopIteration from None
 
@@ -170,8 +223,20 @@ class SyncConsumer:
         """Return the next batch; None if none arrives within `timeout_s` seconds, or the consumer is closed."""
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        batch = self._call(_taken, self._opened, timeout_s)
-        return None if batch is None else SyncBatch(batch, self._call)
+        try:
+            return self._take(timeout_s)
+        except (TimeoutError, StopAsyncIteration):
+            return None
+
+    def _take(self, timeout_s: float | None) -> SyncBatch:
+        handover = BatchHandover()
+        try:
+            batch = self._call(self._handovers.take, handover, self._opened, timeout_s)
+            handover.returned = True
+            return batch  # no call may come before it: see BatchHandover
+        except BaseException:
+            handover.interrupted = True
+            raise
 
     def opened(self) -> None:
         """Return when the silo has accepted the consumer for the first time. Raises the error if it does not."""
@@ -247,11 +312,3 @@ class SyncConsumer:
         if self._consumer is None:
             raise Closed("the consumer is not open: use it in a `with` block")
         return self._consumer
-
-
-async def _taken(consumer: Consumer, timeout_s: float | None) -> ReceivedBatch | None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(consumer)
-    except (TimeoutError, StopAsyncIteration):
-        return None

@@ -31,6 +31,8 @@ class BatchToApply(Protocol):
     @property
     def is_next(self) -> bool: ...
 
+    applied_by: asyncio.Task[object] | None
+
     def open_events(self) -> Sequence[Event]: ...
 
     def ack(self) -> Awaitable[None]: ...
@@ -55,7 +57,12 @@ async def batch_effects(
     events = batch.open_events()
     try:
         async with AsyncExitStack() as stack:
-            yield await _open(stack, scoped, batch, events)
+            transaction = await _open(stack, scoped, batch, events)
+            batch.applied_by = asyncio.current_task()
+            try:
+                yield transaction
+            finally:
+                batch.applied_by = None
     except Exception as error:
         with suppress(Closed):
             await _reject(scoped, batch, events, error)

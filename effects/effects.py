@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..streams.arguments import check_integer, refused
-from ..streams.errors import Unavailable
+from ..streams.errors import InvalidArgument, Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
@@ -33,8 +33,35 @@ CACHED_BYTES = 1 << 22
 """Bounds of the states that are kept in memory, for each subscription and queue."""
 _checked: WeakSet[Engine] = WeakSet()
 
-TransactionSlots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-_shared_slots: WeakKeyDictionary[AsyncEngine | AsyncConnection, TransactionSlots] = WeakKeyDictionary()
+
+class TransactionSlots:
+    """Bounds how many transactions run at a time."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._free = asyncio.Semaphore(slots)
+        self._holders: list[asyncio.Task[object] | None] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncGenerator[None]:
+        """Wait for a slot, and hold it for the length of an `async with`. Raises InvalidArgument if the task holds all
+        slots."""
+        task = asyncio.current_task()
+        if self._holders.count(task) == self._slots:
+            raise InvalidArgument(
+                "this task is in an `async with batch.effects(...)` block on the same connection or engine, and would "
+                "wait for itself: leave that `async with` first"
+            )
+        async with self._free:
+            self._holders.append(task)
+            try:
+                yield
+            finally:
+                self._holders.remove(task)
+
+
+SlotsByLoop = WeakKeyDictionary[asyncio.AbstractEventLoop, TransactionSlots]
+_shared_slots: WeakKeyDictionary[AsyncEngine | AsyncConnection, SlotsByLoop] = WeakKeyDictionary()
 
 _UNKNOWN_EVENT = (
     "it is not known whether the effects of this event are applied, because it failed before the subscription had "
@@ -74,7 +101,7 @@ class Effects:
             check_integer("max_transactions", max_transactions, 1)
         self.state = state
         self._max_transactions = max_transactions or self.database.transactions
-        self._slots: TransactionSlots = WeakKeyDictionary()
+        self._slots: SlotsByLoop = WeakKeyDictionary()
         self._has_one_connection = isinstance(engine, AsyncConnection)
         if isinstance(engine, AsyncConnection):
             if self._max_transactions > 1:
@@ -95,14 +122,14 @@ class Effects:
         events do."""
         engine = self.database.engine
         if engine not in _checked:
-            async with self._slots_of_loop():
+            async with self._slots_of_loop().one():
                 await self._check()
             _checked.add(engine)
 
     async def check(self) -> None:
         """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
         statement, Unavailable if the database cannot be reached. With an AsyncConnection, wait until it is free."""
-        async with self._slots_of_loop() if self._has_one_connection else nullcontext():
+        async with self._slots_of_loop().one() if self._has_one_connection else nullcontext():
             await self._check()
 
     async def _check(self) -> None:
@@ -123,8 +150,8 @@ class Effects:
         slots = self._slots_of_loop()
         return EffectsInScope(self.database, self.state, handler, scope, counts=counts, slots=slots, batch=batch)
 
-    def _slots_of_loop(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_transactions))
+    def _slots_of_loop(self) -> TransactionSlots:
+        return self._slots.setdefault(asyncio.get_running_loop(), TransactionSlots(self._max_transactions))
 
 
 def _check_database(connection: Connection) -> None:
@@ -160,7 +187,7 @@ class EffectsInScope:
         scope: EffectScope,
         *,
         counts: EffectCounts,
-        slots: asyncio.Semaphore,
+        slots: TransactionSlots,
         batch: bool,
     ) -> None:
         self._database = database
@@ -227,7 +254,7 @@ class EffectsInScope:
 
     async def _in_turn(self, event: Event, work: Callable[[], Awaitable[None]]) -> None:
         """Run the work of one transaction when a slot is free. Repeat it if it collides with another transaction."""
-        async with self._slots:
+        async with self._slots.one():
             for attempt in range(1, CONFLICT_ATTEMPTS + 1):
                 try:
                     await work()
@@ -248,7 +275,7 @@ class EffectsInScope:
     async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
         """Open the transaction of these events of one stream for the length of an `async with`. It cannot be repeated:
         if it collides with another one, this raises Unavailable."""
-        async with self._slots:
+        async with self._slots.one():
             try:
                 async with self._opened(events, redriven=redriven) as opened:
                     yield opened
@@ -266,7 +293,7 @@ class EffectsInScope:
     @asynccontextmanager
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
-        async with self._slots, self._database.transaction() as transaction:
+        async with self._slots.one(), self._database.transaction() as transaction:
             state = None if self._state_options is None else HandlerState(self._state_options, None)
             yield Transaction(transaction, self._scope, state, ())
 

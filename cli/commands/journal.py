@@ -9,7 +9,8 @@ addresses of the silos count only if the log knows none of the producers.
 
 Before each call the journal stores two positions: the end of the published lines, and the end of this call's lines.
 Each is a place in the file with the digest of the file up to there. After kill -9 the log tells which of the two is
-right: the call carries the producer's id, and the line number as its sequence.
+right: the call carries the producer's id, and the line number as its sequence. If the log or the journal was restored
+from a backup, it may be neither of the two. Then the line with the log's number is the right position.
 """
 
 from __future__ import annotations
@@ -166,7 +167,17 @@ class FoundEntry(NamedTuple):
     name: str
     entry: JournalEntry
     last: int
-    """The highest stored sequence number; 0 if the log has forgotten the producer."""
+    """Number of the last line that the log has; 0 if the log does not know the producer."""
+
+    @property
+    def position(self) -> FilePosition:
+        """The position in the journal up to which the file must not have changed."""
+        return self.entry.next if self.entry.next.lines == self.last else self.entry.done
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether lines were published, and the log does not know their producer."""
+        return self.last == 0 and self.entry.done.lines > 0
 
 
 class FileReader:
@@ -214,17 +225,14 @@ class PublishJournal:
         self._previous = 0
         self._done = FileReader().position
 
-    async def stored(self) -> FilePosition | None:
-        """The end of the published lines; None if there is no journal to continue."""
+    async def stored(self) -> FoundEntry | None:
+        """Return the entry of an earlier run; None if there is none. Call `published` to continue it."""
         found = await self._found()
-        if found is None:
-            return None
-        self._name, entry, self._previous = found
-        self._producer = entry.producer
-        self._addresses.update(entry.addresses)
-        # `_previous` is 0 if the log has forgotten the producer: then `done` is right, and the numbers start again.
-        self._done = entry.next if entry.next.lines == self._previous else entry.done
-        return self._done
+        if found is not None:
+            self._name = found.name
+            self._producer = found.entry.producer
+            self._addresses.update(found.entry.addresses)
+        return found
 
     async def _found(self) -> FoundEntry | None:
         forgotten: FoundEntry | None = None
@@ -247,6 +255,7 @@ class PublishJournal:
         return ProducerSequence(self._producer, next_position.lines, self._previous)
 
     def published(self, position: FilePosition) -> None:
+        """Note that the log has the lines up to `position`, and no others."""
         self._done, self._previous = position, position.lines
 
     async def forget(self) -> None:

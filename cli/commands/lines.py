@@ -14,6 +14,7 @@ import msgspec
 
 from ...streams.errors import InvalidArgument
 from ...streams.events import MAX_EVENT_BYTES, Event
+from ...streams.field_limits import check_ids, check_times
 from ...streams.identity import StreamId
 
 CHUNK_BYTES = 256 << 10
@@ -74,12 +75,14 @@ class LineFormat:
             content = msgspec.json.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the second one before msgspec 0.23
             raise ValueError(_not_utf8(payload) or f"not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("the JSON is nested too deeply: use --format raw") from None
         stream = self._stream or _stream(self.namespace or "", _key(content, self.key_field or ""))
         if self.id_field is None and self.time_field is None:
             return stream, payload
         return stream, Event(
             payload,
-            id=None if self.id_field is None else _key(content, self.id_field),
+            id=None if self.id_field is None else _id(content, self.id_field),
             timestamp_us=None if self.time_field is None else _time_us(content, self.time_field),
         )
 
@@ -115,14 +118,23 @@ def _key(content: Any, name: str) -> str:
     raise ValueError(f"field {name!r} is neither text nor a whole number")
 
 
+def _id(content: Any, name: str) -> str:
+    value = _key(content, name)
+    check_ids([value])
+    return value
+
+
 def _time_us(content: Any, name: str) -> int:
     value = _field(content, name)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FAR_S:
-        return int(value * 1_000_000)
-    when = _datetime(value) if isinstance(value, str) else None
-    if when is None or when.tzinfo is None:
-        raise ValueError(f"field {name!r} is not a time: write seconds since 1970, or 2026-11-21T10:00:00+00:00")
-    return int(when.timestamp() * 1_000_000)
+        time_us = int(value * 1_000_000)
+    else:
+        when = _datetime(value) if isinstance(value, str) else None
+        if when is None or when.tzinfo is None:
+            raise ValueError(f"field {name!r} is not a time: write seconds since 1970, or 2026-11-21T10:00:00+00:00")
+        time_us = int(when.timestamp() * 1_000_000)
+    check_times([time_us], f"field {name!r}")
+    return time_us
 
 
 def _datetime(text: str) -> datetime | None:

@@ -21,7 +21,16 @@ from ...streams.outcomes import CommandFailed, CommandInterrupted
 from ...streams.publishing import scheduled
 from ...streams.wording import counted
 from .help import SectionedCommand
-from .journal import ControlStoreJournals, FileReader, JournalStore, PublishJournal, UserFileJournals, state_folder
+from .journal import (
+    ControlStoreJournals,
+    FileReader,
+    FoundEntry,
+    JournalEntry,
+    JournalStore,
+    PublishJournal,
+    UserFileJournals,
+    state_folder,
+)
 from .lines import BadLine, LineFormat, NumberedLines, read_lines
 from .options import (
     NumberRange,
@@ -205,21 +214,47 @@ class LinePublisher:
         """Move to the position at which an earlier run stopped. Return the number of lines before it."""
         if self._journal is None:
             return 0
-        stored = await self._journal.stored()
-        if stored is not None and self._reader.move_to(descriptor, stored):
-            if stored.lines:
-                note(f"{name}: continuing after line {stored.lines:,}: an earlier run published the lines up to it")
-            self._advance(stored.bytes, 0)
-            return stored.lines
-        if stored is not None:
-            note(
-                f"{name}: lines up to {stored.lines:,} have changed since an earlier run published them: "
-                "publishing all lines"
-            )
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        self._journal.start_anew()
+        found = await self._journal.stored()
+        if found is None or not await self._continue(descriptor, name, found):
+            self._journal.start_anew()
+            self._restart(descriptor)
+            return 0
+        position = self._reader.position
+        self._journal.published(position)
+        self._advance(position.bytes, 0)
+        return position.lines
+
+    async def _continue(self, descriptor: int, name: str, found: FoundEntry) -> bool:
+        """Move to the end of the lines that the queue has. Return False if the published lines have changed. Raises
+        CommandFailed if the queue does not know the earlier run."""
+        expected = found.position
+        unchanged = self._reader.move_to(descriptor, expected)
+        if unchanged and found.is_forgotten:
+            raise CommandFailed(_forgotten(name, found.entry))
+        if unchanged and found.last != expected.lines:
+            unchanged = await self._move_to_line(descriptor, found.last)
+        if not unchanged:
+            last = max(found.last, expected.lines)
+            note(f"{name}: lines up to {last:,} have changed since an earlier run published them: publishing all lines")
+        elif found.last:
+            note(f"{name}: continuing after line {found.last:,}{_reason(found)}")
+        return unchanged
+
+    async def _move_to_line(self, descriptor: int, line: int) -> bool:
+        """Read a file from its start to the end of a line. Return False if it has fewer lines."""
+        self._restart(descriptor)
+        async with aclosing(read_lines(descriptor)) as source:
+            async for read in source:
+                count = min(len(read.lines), line - read.first + 1)
+                self._reader.add(read.raw(count), count)
+                if self._reader.position.lines == line:
+                    os.lseek(descriptor, self._reader.position.bytes, os.SEEK_SET)
+                    return True
+        return False
+
+    def _restart(self, descriptor: int) -> None:
+        os.lseek(descriptor, 0, os.SEEK_SET)
         self._reader = FileReader()
-        return 0
 
     async def publish(self, descriptor: int, first: int) -> int:
         """Publish the lines that follow. Return their number. Raises BadLine after publishing the lines before it."""
@@ -265,6 +300,25 @@ class LinePublisher:
             await self._publish_many(items)
         self.events += len(items)
         self._advance(len(raw), len(items))
+
+
+def _reason(found: FoundEntry) -> str:
+    if found.last in (found.entry.done.lines, found.entry.next.lines):
+        return ": an earlier run published the lines up to it"
+    return ", the last one that the queue has: the queue or the progress of the earlier run was restored from a backup"
+
+
+def _forgotten(name: str, entry: JournalEntry) -> str:
+    return (
+        f"{name}: an earlier run published the lines up to {_last_line(entry)}, but the queue does not know it: "
+        "a restore lost the lines, or the run is more than seven days old; look at the stream, then publish a copy of "
+        "the file, or only its other lines as another file"
+    )
+
+
+def _last_line(entry: JournalEntry) -> str:
+    done, next_ = entry.done.lines, entry.next.lines
+    return f"{done:,}" if done == next_ else f"{done:,}, perhaps {next_:,}"
 
 
 def _descriptor(file: Path) -> AbstractContextManager[int]:

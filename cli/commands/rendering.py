@@ -87,7 +87,7 @@ def all_of(filters: Sequence[EventFilter]) -> EventFilter | None:
 def _field(payload: bytes, name: str) -> str | None:
     try:
         content = msgspec.json.decode(payload)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second one for JSON that is nested too deeply
         return None
     if not isinstance(content, dict) or name not in content:
         return None

@@ -128,7 +128,7 @@ async def test_a_publish_that_was_killed_before_its_first_line_says_nothing_of_i
         journal = PublishJournal(ControlStoreJournals(provider), str(tmp_path / "a.jsonl"), form)
         journal.start_anew()
         await journal.intend(FilePosition(1, len(order(1)), "of the line"))
-        assert await journal.stored() == FileReader().position
+        assert await position(provider, str(tmp_path / "a.jsonl"), form) == (FileReader().position, 0)
 
     ran = headrace("publish", *BY_KEY, "a.jsonl")
 
@@ -193,6 +193,7 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b'{"who":"ann"} {}', "not JSON"),
         (b'{"who":"\xff"}', "not UTF-8 at byte 8 of the line: save the file as UTF-8, or use --format raw"),
         ('{"who":"ann"}'.encode("utf-16"), "not UTF-8 at byte 0 of the line"),
+        (b"[" * 1500 + b"]" * 1500, "the JSON is nested too deeply: use --format raw"),
         (b"[1]", "not a JSON object, so it has no fields"),
         (b"{}", "has no field 'who'"),
         (b'{"who":null}', "field 'who' is neither text nor a whole number"),
@@ -206,6 +207,10 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b'{"who":"a","id":1,"at":"2026-11-21T10:00:00"}', "field 'at' is not a time"),
         (b'{"who":"a","id":1,"at":1e300}', "field 'at' is not a time"),
         (b'{"who":"a","id":1,"at":null}', "field 'at' is not a time"),
+        (b'{"who":"a","id":1,"at":"9999-12-31T23:59:59-23:59"}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":1,"at":"0001-01-01T00:00:00+23:59"}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":1,"at":-900000000000}', "field 'at' is a time in the years 1 to 9999"),
+        (b'{"who":"a","id":"%s"}' % (b"i" * 5000), "the id of an event has at most"),
     ],
 )
 def test_why_a_line_is_no_event(line: bytes, reason: str):
@@ -328,7 +333,7 @@ async def test_a_call_that_was_only_noted_is_made_again(tmp_path: Path):
         journal = await begun(provider)
         await journal.intend(FilePosition(2, 4, "later"))
 
-        assert await PublishJournal(ControlStoreJournals(provider), "f", FORM).stored() == FilePosition(1, 2, "sooner")
+        assert await position(provider) == (FilePosition(1, 2, "sooner"), 1)
 
 
 async def test_a_call_that_was_stored_is_not_made_again(tmp_path: Path):
@@ -337,22 +342,27 @@ async def test_a_call_that_was_stored_is_not_made_again(tmp_path: Path):
         sequence = await journal.intend(FilePosition(2, 4, "later"))
         await provider.publish_many([(StreamId("shop", "log"), b"2")], sequence=sequence)
 
-        again = PublishJournal(ControlStoreJournals(provider), "f", FORM)
-        assert await again.stored() == FilePosition(2, 4, "later")
-        assert (await again.intend(FilePosition(3, 6, "third"))).previous == 2
+        assert await position(provider) == (FilePosition(2, 4, "later"), 2)
 
 
-async def test_when_the_log_forgot_the_producer_the_sequence_starts_anew(tmp_path: Path):
+async def test_a_producer_that_the_log_forgot_is_reported(tmp_path: Path):
     async with Provider.open(tmp_path / "d") as provider:
         journal = PublishJournal(ControlStoreJournals(provider), "f", FORM)
         journal.start_anew()
         journal.published(FilePosition(5, 10, "sooner"))
         await journal.intend(FilePosition(6, 12, "later"))
 
-        again = PublishJournal(ControlStoreJournals(provider), "f", FORM)
-        assert await again.stored() == FilePosition(5, 10, "sooner")
-        sequence = await again.intend(FilePosition(6, 12, "later"))
-        assert (sequence.number, sequence.previous) == (6, 0)
+        found = await PublishJournal(ControlStoreJournals(provider), "f", FORM).stored()
+        assert found is not None
+        assert found.is_forgotten
+
+
+async def position(provider: Provider, file: str = "f", form: LineFormat = FORM) -> tuple[FilePosition, int]:
+    """The position and the last line that another run finds."""
+    found = await PublishJournal(ControlStoreJournals(provider), file, form).stored()
+    assert found is not None
+    assert not found.is_forgotten
+    return found.position, found.last
 
 
 async def begun(provider: Provider) -> PublishJournal:

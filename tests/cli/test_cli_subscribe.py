@@ -81,6 +81,7 @@ async def test_several_filters_pass_only_events_that_all_accept(provider: Provid
             event("a", n=3, who="bob"),
             Event(b"no json", headers={"kind": "a"}),
             Event(b"[1]"),
+            Event(b"[" * 1500 + b"]" * 1500),
         ]
     )
 

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from inspect import signature
+from typing import ParamSpec, TypeVar
 
 import pytest
 
@@ -26,10 +28,12 @@ from headrace import (
     SyncConsumer,
     Unavailable,
 )
-from headrace.client.blocking import SyncClient
+from headrace.client.blocking import LoopThread, SyncClient
 from tests.client.silos import SiloProcess, stored
 
 S = StreamId("n", "k")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def test_events_are_stored_when_publish_returns(silo: SiloProcess):
@@ -93,6 +97,60 @@ def test_batches_are_taken_and_acknowledged(silo: SiloProcess):
         with pytest.raises(Closed):
             last.ack()
         assert all(queue.lag == 0 for queue in client.subscription("s").progress)
+
+
+class InterruptedCalls:
+    """Calls in the client's thread that are interrupted when their result is there, as by Ctrl-C, if `interrupts` says
+    so."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self.interrupts = 0
+        self._thread = thread
+
+    def __call__(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        result = self._thread.call(function, *args, **options)
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        return result
+
+
+def test_a_batch_that_comes_with_an_interrupt_is_returned_by_the_next_take(silo: SiloProcess):
+    thread, client = LoopThread.acquire(), Client(silo.address)
+    calls = InterruptedCalls(thread)
+    thread.call(client.__aenter__)
+    try:
+        thread.call(client.publish, S, b"0")
+        thread.call(client.publish, S, b"1")
+        with SyncConsumer(client.subscribe("s", "n/*", start="earliest"), calls) as consumer:
+            for again in (lambda: consumer.take(30), lambda: next(consumer)):
+                calls.interrupts = 2
+                for interrupted in (lambda: consumer.take(30), lambda: next(consumer)):
+                    with pytest.raises(KeyboardInterrupt):
+                        interrupted()
+                batch = again()
+                assert batch is not None
+                batch.ack()
+            assert batch.payloads() == [b"1"]
+            assert consumer.take(0) is None
+            assert consumer.statistics().held_events == 0
+    finally:
+        thread.call(client.aclose)
+        thread.release()
+
+
+def test_a_consumer_whose_opening_is_interrupted_is_closed(silo: SiloProcess):
+    thread, client = LoopThread.acquire(), Client(silo.address)
+    calls = InterruptedCalls(thread)
+    thread.call(client.__aenter__)
+    try:
+        calls.interrupts = 1
+        with pytest.raises(KeyboardInterrupt), SyncConsumer(client.subscribe("s", "n/*"), calls):
+            pass
+        assert thread.call(client.subscription, "s").consumers == []
+    finally:
+        thread.call(client.aclose)
+        thread.release()
 
 
 def test_unacknowledged_events_go_to_the_next_consumer(silo: SiloProcess):

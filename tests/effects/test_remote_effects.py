@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,60 @@ async def test_batches_on_one_connection_are_applied_one_after_the_other(async_d
         batches = [await anext(consumer) for _ in range(4)]
         await asyncio.gather(*(apply(batch, connection) for batch in batches))
     assert sorted(async_database.log()) == ["0", "1", "2", "3"]
+
+
+ENDS: dict[str, Callable[[ReceivedBatch], Awaitable[None]]] = {
+    "ack": lambda batch: batch.ack(),
+    "ack one": lambda batch: batch.ack(batch.events()[0]),
+    "ack_until": lambda batch: batch.ack_until(batch.events()[0]),
+    "nack": lambda batch: batch.nack("no"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+async def test_a_batch_cannot_be_acknowledged_or_rejected_inside_of_its_block(
+    async_database: UserDatabase, client: Client, end: Callable[[ReceivedBatch], Awaitable[None]]
+):
+    effects = Effects(async_database.engine)
+
+    async def apply_and_end(batch: ReceivedBatch) -> None:
+        async with batch.effects(effects) as tx:
+            await write_all_down(batch, tx)
+            await end(batch)
+
+    await client.stream("orders", "42").publish([b"a", b"b"])
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=QUICK) as consumer:
+        batch = await anext(consumer)
+        with pytest.raises(InvalidArgument, match="is acknowledged at the end of its"):
+            await apply_and_end(batch)
+        assert async_database.log() == []
+        again = await anext(consumer)
+        async with again.effects(effects) as tx:
+            await write_all_down(again, tx)
+        await end(again)  # after the block it has no effect
+        await consumer.saved()
+    assert async_database.log() == ["a", "b"]
+
+
+async def test_a_batch_inside_of_the_block_of_another_one_on_its_connection_is_refused(
+    async_database: UserDatabase, client: Client
+):
+    engine: Any = async_database.engine
+    for number in range(2):
+        await client.stream("orders", str(number)).publish(b"%d" % number)
+    async with client.subscribe("billing", ORDERS, start="earliest") as consumer, engine.connect() as connection:
+        outer, inner = [await anext(consumer) for _ in range(2)]
+        async with outer.effects(connection) as tx:
+            await write_all_down(outer, tx)
+            with pytest.raises(InvalidArgument, match="would wait for itself: leave that `async with` first"):
+                async with inner.effects(connection):
+                    pass
+        again = await anext(consumer)
+        async with again.effects(connection) as tx:
+            await write_all_down(again, tx)
+        await consumer.saved()
+    assert sorted(async_database.log()) == ["0", "1"]
+    assert again.attempt == 1  # the refusal is no attempt
 
 
 async def test_batches_on_one_engine_are_bounded_together(tmp_path: Path, client: Client):
