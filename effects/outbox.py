@@ -6,13 +6,13 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 from zlib import crc32
 
-from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy import Connection, NestedTransaction, event, inspect, text
 from sqlalchemy.exc import InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
@@ -169,8 +169,9 @@ class Outbox:
         Events of one stream keep the order of their transactions if one commits before the next one publishes.
         Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
 
-        Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, and
-        for a session that has committed (`after_commit`); PayloadTooLarge; NotFound if the database has no outbox.
+        Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, for a
+        session that has committed (`after_commit`), and for one whose connection has a savepoint that the session did
+        not begin; PayloadTooLarge; NotFound if the database has no outbox.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
         if isinstance(connection, AsyncSession):
@@ -333,6 +334,8 @@ class BufferedEvents:
         self.committing: SessionTransaction | None = None
         """Its commit has begun, and its rows are inserted: later ones are inserted at once."""
         self.committed: SessionTransaction | None = None
+        self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
+        """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
 
     def take(self) -> list[OutboxRow]:
         """Return the rows, and forget them."""
@@ -347,9 +350,24 @@ def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     if buffered.committed is root:
         raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
+    _refuse_unknown_savepoint(buffered, transaction)
     buffered.rows.extend((transaction, row) for row in rows)
     if buffered.committing is root:
         _insert_while_committing(session)
+
+
+def _refuse_unknown_savepoint(buffered: BufferedEvents, transaction: SessionTransaction) -> None:
+    """Raise InvalidArgument if a connection has a savepoint that the session did not begin: its rollback would leave
+    the rows in the buffer."""
+    known: dict[Connection, NestedTransaction | None] = {}
+    for each in _with_parents(transaction):  # a savepoint of the session begins with its first statement
+        known = buffered.savepoints.get(each, {}) | known
+    for connection, savepoint in known.items():
+        if (current := connection.get_nested_transaction()) is not None and current is not savepoint:
+            raise InvalidArgument(
+                "the connection of the session is in a savepoint that the session does not know: begin the savepoint "
+                "with `session.begin_nested()`, or publish with `connection=session.connection()`"
+            )
 
 
 def _insert_while_committing(session: Session) -> None:
@@ -368,6 +386,12 @@ def _insert_buffered(session: Session, connection: Connection) -> None:
 
 
 # Listeners for all sessions of the process: a listener that a session gets during its commit may not be called.
+
+
+@event.listens_for(Session, "after_begin", insert=True)  # before the user's listeners, which may publish
+def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
+    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
+    buffered.savepoints.setdefault(transaction, {})[connection] = connection.get_nested_transaction()
 
 
 @event.listens_for(Session, "before_commit")
@@ -395,7 +419,7 @@ def _insert_at_commit(session: Session, connection: Connection) -> None:
 def _after_rollback(session: Session, ended: SessionTransaction) -> None:
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
     if buffered is not None:
-        buffered.rows = [each for each in buffered.rows if not _is_within(each[0], ended)]
+        buffered.rows = [each for each in buffered.rows if ended not in _with_parents(each[0])]
 
 
 @event.listens_for(Session, "after_flush")
@@ -425,11 +449,12 @@ def _after_end(session: Session, ended: SessionTransaction) -> None:
     """Forget the rows of a transaction that `close` and `reset` end without a commit or a rollback."""
     if ended.parent is None:
         session.info.pop(_BUFFERED, None)
+    elif (buffered := session.info.get(_BUFFERED)) is not None:
+        buffered.savepoints.pop(ended, None)
 
 
-def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:
-    while transaction is not None:
-        if transaction is outer:
-            return True
-        transaction = transaction.parent
-    return False
+def _with_parents(transaction: SessionTransaction) -> Iterator[SessionTransaction]:
+    inner: SessionTransaction | None = transaction
+    while inner is not None:
+        yield inner
+        inner = inner.parent

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from headrace import InvalidArgument, Outbox, StreamId
@@ -146,3 +147,72 @@ def test_a_savepoint_that_is_released_keeps_events_for_the_commit(engine: Engine
         OUTBOX.publish(STREAM, b"b", connection=session)
         session.commit()
     assert stored(engine) == (0, [b"b"])
+
+
+# ---- savepoints of the connection ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_savepoint_that_the_session_does_not_know_is_refused(engine: Engine, *, nested: bool):
+    with Session(engine) as session, session.begin():
+        connection = session.connection()
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        if nested:
+            session.begin_nested()  # it begins its savepoint with its first statement
+        with connection.begin_nested() as savepoint:
+            with pytest.raises(InvalidArgument, match=r"begin the savepoint with `session\.begin_nested\(\)`"):
+                OUTBOX.publish(STREAM, b"lost", connection=session)
+            OUTBOX.publish(STREAM, b"lost", connection=connection)
+            savepoint.rollback()
+        OUTBOX.publish(STREAM, b"b", connection=session)
+        with connection.begin_nested():
+            OUTBOX.publish(STREAM, b"c", connection=connection)
+        OUTBOX.publish(STREAM, b"d", connection=session)
+    assert stored(engine)[1] == [b"c", b"a", b"b", b"d"]
+
+
+async def test_a_savepoint_that_an_asyncio_session_does_not_know_is_refused(engine: Engine):
+    made = create_async_engine(f"sqlite+aiosqlite:///{engine.url.database}")
+    async with AsyncSession(made) as session, session.begin():
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        savepoint = await (await session.connection()).begin_nested()
+        with pytest.raises(InvalidArgument, match="begin the savepoint with"):
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+        await savepoint.rollback()
+        async with session.begin_nested():
+            await session.execute(text("SELECT 1"))
+            OUTBOX.publish(STREAM, b"b", connection=session)
+    await made.dispose()
+    assert stored(engine) == (0, [b"a", b"b"])
+
+
+@pytest.mark.parametrize("hook", ["after_begin", "after_transaction_create"])
+def test_a_listener_publishes_as_a_savepoint_begins(engine: Engine, hook: str):
+    with Session(engine) as session, session.begin():
+        session.connection()
+        event.listen(session, hook, publish_once())
+        session.begin_nested()
+        session.connection()
+    assert stored(engine) == (0, [b"x"])
+
+
+@pytest.mark.parametrize("in_savepoint", [False, True])
+@pytest.mark.parametrize("mode", ["conditional_savepoint", "rollback_only", "control_fully", "create_savepoint"])
+def test_a_session_joins_the_transaction_of_a_connection(engine: Engine, mode: Any, *, in_savepoint: bool):
+    with engine.begin() as connection:
+        if in_savepoint:
+            connection.begin_nested()
+        with Session(connection, join_transaction_mode=mode) as session:
+            session.add(Order())
+            session.flush()
+            OUTBOX.publish(STREAM, b"a", connection=session)
+            with session.begin_nested():
+                session.add(Order())
+                session.flush()
+                OUTBOX.publish(STREAM, b"b", connection=session)
+            with connection.begin_nested(), pytest.raises(InvalidArgument, match="begin the savepoint with"):
+                OUTBOX.publish(STREAM, b"lost", connection=session)
+            session.commit()
+        if connection.in_transaction():
+            connection.commit()
+    assert stored(engine) == (2, [b"a", b"b"])
