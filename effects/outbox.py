@@ -224,7 +224,7 @@ class Outbox:
 
     def _in_session(self, session: Session) -> PublishedEvents:
         buffered = session.info.get(_BUFFERED, BufferedEvents()).rows
-        waiting = [row["batch"] for _, row in buffered if row["provider"] == self.provider]
+        waiting = [row["batch"] for row in buffered if row["provider"] == self.provider]
         return [*self._in_connection(session.connection()), *_events_of(waiting)]
 
     def _in_connection(self, connection: Connection) -> PublishedEvents:
@@ -329,18 +329,34 @@ class BufferedEvents:
     """The rows that a session inserts when it commits. It is kept in `Session.info`."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[SessionTransaction, OutboxRow]] = []
-        """With the transaction or savepoint in which they were published."""
+        self.rows: list[OutboxRow] = []
+        self._starts: dict[SessionTransaction, int] = {}
+        """The number of rows before the first one of each open transaction or savepoint."""
         self.committing: SessionTransaction | None = None
         """Its commit has begun, and its rows are inserted: later ones are inserted at once."""
         self.committed: SessionTransaction | None = None
+        self.released: SessionTransaction | None = None
+        """The last savepoint that was released: at its end, its rows stay."""
         self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
         """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
 
+    def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
+        """Keep the rows of a transaction or savepoint."""
+        for each in _with_parents(transaction):
+            self._starts.setdefault(each, len(self.rows))
+        self.rows += rows
+
+    def end_savepoint(self, ended: SessionTransaction) -> None:
+        """Drop the rows of a savepoint that is not released, and those of the savepoints in it."""
+        self.savepoints.pop(ended, None)
+        if ended is not self.released:
+            del self.rows[self._starts.get(ended, len(self.rows)) :]
+        self._starts = {each: start for each, start in self._starts.items() if ended not in _with_parents(each)}
+
     def take(self) -> list[OutboxRow]:
         """Return the rows, and forget them."""
-        rows, self.rows = self.rows, []
-        return [row for _, row in rows]
+        rows, self.rows, self._starts = self.rows, [], {}
+        return rows
 
 
 def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
@@ -350,20 +366,19 @@ def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     if buffered.committed is root:
         raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
-    _refuse_unknown_savepoint(buffered, transaction)
-    buffered.rows.extend((transaction, row) for row in rows)
+    _refuse_unknown_savepoint(buffered)
+    buffered.add(transaction, rows)
     if buffered.committing is root:
         _insert_while_committing(session)
 
 
-def _refuse_unknown_savepoint(buffered: BufferedEvents, transaction: SessionTransaction) -> None:
-    """Raise InvalidArgument if a connection has a savepoint that the session did not begin: its rollback would leave
+def _refuse_unknown_savepoint(buffered: BufferedEvents) -> None:
+    """Raise InvalidArgument if a connection is in a savepoint that the session did not begin: its rollback would leave
     the rows in the buffer."""
-    known: dict[Connection, NestedTransaction | None] = {}
-    for each in _with_parents(transaction):  # a savepoint of the session begins with its first statement
-        known = buffered.savepoints.get(each, {}) | known
-    for connection, savepoint in known.items():
-        if (current := connection.get_nested_transaction()) is not None and current is not savepoint:
+    known = {pair for begun in buffered.savepoints.values() for pair in begun.items()}
+    for connection, _ in known:
+        current = connection.get_nested_transaction()
+        if current is not None and (connection, current) not in known:
             raise InvalidArgument(
                 "the connection of the session is in a savepoint that the session does not know: begin the savepoint "
                 "with `session.begin_nested()`, or publish with `connection=session.connection()`"
@@ -415,13 +430,6 @@ def _insert_at_commit(session: Session, connection: Connection) -> None:
         _insert_buffered(session, connection)
 
 
-@event.listens_for(Session, "after_soft_rollback")
-def _after_rollback(session: Session, ended: SessionTransaction) -> None:
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is not None:
-        buffered.rows = [each for each in buffered.rows if ended not in _with_parents(each[0])]
-
-
 @event.listens_for(Session, "after_flush")
 def _after_flush(session: Session, _: object) -> None:
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
@@ -434,7 +442,10 @@ def _after_commit(session: Session) -> None:
     """Refuse events that come too late. Rows that came too late to be inserted are an error: they must not be lost
     silently."""
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is None or session.get_nested_transaction() is not None:
+    if buffered is None:
+        return
+    if (savepoint := session.get_nested_transaction()) is not None:
+        buffered.released = savepoint
         return
     buffered.committed = session.get_transaction()
     if buffered.rows:
@@ -446,11 +457,13 @@ def _after_commit(session: Session) -> None:
 
 @event.listens_for(Session, "after_transaction_end")
 def _after_end(session: Session, ended: SessionTransaction) -> None:
-    """Forget the rows of a transaction that `close` and `reset` end without a commit or a rollback."""
+    """Forget the rows of a transaction or savepoint that ends without a commit. `close` and `reset` call no listener of
+    a rollback."""
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
     if ended.parent is None:
         session.info.pop(_BUFFERED, None)
-    elif (buffered := session.info.get(_BUFFERED)) is not None:
-        buffered.savepoints.pop(ended, None)
+    elif buffered is not None and ended.nested:
+        buffered.end_savepoint(ended)
 
 
 def _with_parents(transaction: SessionTransaction) -> Iterator[SessionTransaction]:

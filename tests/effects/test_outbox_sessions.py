@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -216,3 +217,59 @@ def test_a_session_joins_the_transaction_of_a_connection(engine: Engine, mode: A
         if connection.in_transaction():
             connection.commit()
     assert stored(engine) == (2, [b"a", b"b"])
+
+
+# ---- the end of a savepoint ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["close", "rollback", "commit", "leave open"])
+def test_a_savepoint_that_ends_takes_its_events_along_unless_it_is_released(engine: Engine, end: str):
+    with Session(engine) as session, session.begin():
+        OUTBOX.publish(STREAM, b"outer", connection=session)
+        savepoint = session.begin_nested()
+        session.add(Order())
+        session.flush()
+        OUTBOX.publish(STREAM, b"inner", connection=session)
+        if end != "leave open":
+            getattr(savepoint, end)()
+    is_kept = end in ("commit", "leave open")
+    assert stored(engine) == ((1, [b"outer", b"inner"]) if is_kept else (0, [b"outer"]))
+
+
+@pytest.mark.parametrize("end", ["close", "rollback"])
+@pytest.mark.parametrize("inner_end", ["commit", "leave open"])
+def test_events_of_a_released_savepoint_belong_to_the_outer_one(engine: Engine, end: str, inner_end: str):
+    with Session(engine) as session, session.begin():
+        outer = session.begin_nested()
+        inner = session.begin_nested()
+        session.add(Order())
+        session.flush()
+        OUTBOX.publish(STREAM, b"lost", connection=session)
+        if inner_end == "commit":
+            inner.commit()
+        getattr(outer, end)()
+        OUTBOX.publish(STREAM, b"kept", connection=session)
+    assert stored(engine) == (0, [b"kept"])
+
+
+@pytest.mark.parametrize("hook", ["before_commit", "after_commit", "after_transaction_end"])
+def test_events_of_a_listener_are_kept_when_a_savepoint_is_released(engine: Engine, hook: str):
+    with Session(engine) as session, session.begin():
+        savepoint = session.begin_nested()
+        session.add(Order())
+        event.listen(session, hook, publish_once())
+        savepoint.commit()
+    assert stored(engine) == (1, [b"x"])
+
+
+def test_a_failed_flush_leaves_no_event(engine: Engine):
+    with Session(engine) as session, session.begin():
+        OUTBOX.publish(STREAM, b"kept", connection=session)
+        savepoint = session.begin_nested()
+        OUTBOX.publish(STREAM, b"lost", connection=session)
+        session.execute(text("INSERT INTO customer_order (id) VALUES (1)"))
+        session.add(Order(id=1))
+        with pytest.raises(IntegrityError):
+            session.flush()
+        savepoint.rollback()
+    assert stored(engine) == (0, [b"kept"])
