@@ -6,9 +6,10 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 from zlib import crc32
 
@@ -339,6 +340,8 @@ class BufferedEvents:
         """The last savepoint that was released: at its end, its rows stay."""
         self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
         """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
+        self.stop_listening: Callable[[], None] | None = None
+        """Removes the listener of the connection, which inserts the rows at its commit."""
 
     def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
         """Keep the rows of a transaction or savepoint."""
@@ -425,9 +428,16 @@ def _before_commit(session: Session) -> None:
 
 
 def _insert_at_commit(session: Session, connection: Connection) -> None:
-    @event.listens_for(connection, "commit", once=True)
-    def commit(connection: Connection) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Insert the rows also when the connection commits, until the session's transaction ends."""
+    buffered: BufferedEvents = session.info[_BUFFERED]
+    if buffered.stop_listening is not None:
+        return
+
+    def commit(connection: Connection) -> None:
         _insert_buffered(session, connection)
+
+    event.listen(connection, "commit", commit)
+    buffered.stop_listening = partial(event.remove, connection, "commit", commit)
 
 
 @event.listens_for(Session, "after_flush")
@@ -460,9 +470,13 @@ def _after_end(session: Session, ended: SessionTransaction) -> None:
     """Forget the rows of a transaction or savepoint that ends without a commit. `close` and `reset` call no listener of
     a rollback."""
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is None:
+        return
     if ended.parent is None:
-        session.info.pop(_BUFFERED, None)
-    elif buffered is not None and ended.nested:
+        del session.info[_BUFFERED]
+        if buffered.stop_listening is not None:
+            buffered.stop_listening()
+    elif ended.nested:
         buffered.end_savepoint(ended)
 
 

@@ -273,3 +273,16 @@ def test_a_failed_flush_leaves_no_event(engine: Engine):
             session.flush()
         savepoint.rollback()
     assert stored(engine) == (0, [b"kept"])
+
+
+def test_a_savepoint_of_a_transaction_that_was_rolled_back_publishes_nothing_later(engine: Engine):
+    with engine.connect() as connection:
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            with connection.begin():
+                with session.begin_nested():
+                    OUTBOX.publish(STREAM, b"one", connection=session)
+                session.rollback()
+                OUTBOX.publish(STREAM, b"two", connection=session)
+        with connection.begin():
+            OUTBOX.publish(STREAM, b"three", connection=connection)
+    assert stored(engine) == (0, [b"three"])
