@@ -171,8 +171,8 @@ class Outbox:
         Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
 
         Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, for a
-        session that has committed (`after_commit`), and for one whose connection has a savepoint that the session did
-        not begin; PayloadTooLarge; NotFound if the database has no outbox.
+        session that is prepared or has committed (`after_commit`), and for one whose connection has a savepoint that
+        the session did not begin; PayloadTooLarge; NotFound if the database has no outbox.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
         if isinstance(connection, AsyncSession):
@@ -340,8 +340,10 @@ class BufferedEvents:
         """The last savepoint that was released: at its end, its rows stay."""
         self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
         """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
-        self.stop_listening: Callable[[], None] | None = None
-        """Removes the listener of the connection, which inserts the rows at its commit."""
+        self.is_prepared = False
+        self.is_inserted_at_commit = False
+        """Whether the commit of the connection inserts the rows, too."""
+        self._listeners: list[tuple[Connection, str, Callable[..., None]]] = []
 
     def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
         """Keep the rows of a transaction or savepoint."""
@@ -356,6 +358,18 @@ class BufferedEvents:
             del self.rows[self._starts.get(ended, len(self.rows)) :]
         self._starts = {each: start for each, start in self._starts.items() if ended not in _with_parents(each)}
 
+    def listen(self, connection: Connection, name: str, listener: Callable[..., None]) -> None:
+        """Listen to an event of a connection until `stop_listening`."""
+        event.listen(connection, name, listener)
+        self._listeners.append((connection, name, listener))
+
+    def stop_listening(self) -> None:
+        while self._listeners:
+            event.remove(*self._listeners.pop())
+
+    def note_prepared(self, *_: object) -> None:
+        self.is_prepared = True
+
     def take(self) -> list[OutboxRow]:
         """Return the rows, and forget them."""
         rows, self.rows, self._starts = self.rows, [], {}
@@ -369,6 +383,8 @@ def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     if buffered.committed is root:
         raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
+    if buffered.is_prepared:
+        raise InvalidArgument("the session's transaction is prepared: publish before `session.prepare()`, not after it")
     _refuse_unknown_savepoint(buffered)
     buffered.add(transaction, rows)
     if buffered.committing is root:
@@ -410,6 +426,8 @@ def _insert_buffered(session: Session, connection: Connection) -> None:
 def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     buffered.savepoints.setdefault(transaction, {})[connection] = connection.get_nested_transaction()
+    if session.twophase and transaction.parent is None:
+        buffered.listen(connection, "prepare_twophase", buffered.note_prepared)
 
 
 @event.listens_for(Session, "before_commit")
@@ -430,14 +448,9 @@ def _before_commit(session: Session) -> None:
 def _insert_at_commit(session: Session, connection: Connection) -> None:
     """Insert the rows also when the connection commits, until the session's transaction ends."""
     buffered: BufferedEvents = session.info[_BUFFERED]
-    if buffered.stop_listening is not None:
-        return
-
-    def commit(connection: Connection) -> None:
-        _insert_buffered(session, connection)
-
-    event.listen(connection, "commit", commit)
-    buffered.stop_listening = partial(event.remove, connection, "commit", commit)
+    if not buffered.is_inserted_at_commit:
+        buffered.is_inserted_at_commit = True
+        buffered.listen(connection, "commit", partial(_insert_buffered, session))
 
 
 @event.listens_for(Session, "after_flush")
@@ -474,8 +487,7 @@ def _after_end(session: Session, ended: SessionTransaction) -> None:
         return
     if ended.parent is None:
         del session.info[_BUFFERED]
-        if buffered.stop_listening is not None:
-            buffered.stop_listening()
+        buffered.stop_listening()
     elif ended.nested:
         buffered.end_savepoint(ended)
 
