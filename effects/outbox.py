@@ -15,8 +15,8 @@ from zlib import crc32
 
 from sqlalchemy import Connection, NestedTransaction, event, inspect, text
 from sqlalchemy.exc import InvalidRequestError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
 from ..streams.arguments import check_text
 from ..streams.clock import now_us
@@ -35,6 +35,8 @@ LANES = 16
 """Number of lanes of a provider. It is fixed: a stream must stay in its lane."""
 
 Events = Publishable | Iterable[Publishable]
+AnySession = Session | scoped_session[Any]
+AnyAsyncSession = AsyncSession | async_scoped_session[Any]
 OutboxRow = Mapping[str, Any]
 PublishedEvents = list[tuple[StreamId, bytes]]
 """Stream and payload of each event."""
@@ -73,6 +75,8 @@ class DjangoConnection(Protocol):
 
     @property
     def in_atomic_block(self) -> bool: ...
+
+    def get_autocommit(self) -> bool: ...
 
     def cursor(self) -> Any: ...
 
@@ -136,7 +140,7 @@ class Outbox:
         stream: StreamId,
         events: Events,
         *,
-        connection: Connection | Session | AsyncSession | psycopg.Connection[Any] | DjangoConnection,
+        connection: Connection | AnySession | AnyAsyncSession | psycopg.Connection[Any] | DjangoConnection,
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> None: ...
@@ -162,10 +166,10 @@ class Outbox:
         """Publish to one stream when the connection's transaction commits. Nothing is flushed or committed by this.
 
         `connection` is a Connection, AsyncConnection, Session or AsyncSession of SQLAlchemy, a connection of psycopg or
-        asyncpg, or `django.db.connection` inside of `transaction.atomic()`. With an AsyncConnection of SQLAlchemy or
-        psycopg, and with asyncpg, await the result. Events of a session are written when it commits, after its flush;
-        those that a listener of the session publishes later in the commit, at once. Events of a connection are written
-        at once.
+        asyncpg, or `django.db.connection` in a transaction. A session may be scoped. With an AsyncConnection of
+        SQLAlchemy or psycopg, and with asyncpg, await the result. Events of a session are written when it commits,
+        after its flush; those that a listener of the session publishes later in the commit, at once. Events of a
+        connection are written at once.
 
         Events of one stream keep the order of their transactions if one commits before the next one publishes.
         Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
@@ -175,6 +179,7 @@ class Outbox:
         the session did not begin; PayloadTooLarge; NotFound if the database has no outbox.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
+        connection = _of_scope(connection)
         if isinstance(connection, AsyncSession):
             connection = connection.sync_session
         if isinstance(connection, Session):
@@ -189,11 +194,11 @@ class Outbox:
 
     @overload
     def published(
-        self, *, connection: Connection | Session | psycopg.Connection[Any] | DjangoConnection
+        self, *, connection: Connection | AnySession | psycopg.Connection[Any] | DjangoConnection
     ) -> PublishedEvents: ...
     @overload
     def published(
-        self, *, connection: AsyncConnection | AsyncSession | psycopg.AsyncConnection[Any] | AsyncpgConnection
+        self, *, connection: AsyncConnection | AnyAsyncSession | psycopg.AsyncConnection[Any] | AsyncpgConnection
     ) -> Awaitable[PublishedEvents]: ...
     def published(self, *, connection: Any) -> PublishedEvents | Awaitable[PublishedEvents]:
         """Return stream and payload of each event in the outbox that this transaction sees, in order. It is for tests:
@@ -202,6 +207,7 @@ class Outbox:
         `connection` is one that `publish` takes. With an AsyncSession, and with those for which `publish` is awaited,
         await the result. Raises InvalidArgument for other objects.
         """
+        connection = _of_scope(connection)
         if isinstance(connection, Session):
             return self._in_session(connection)
         if isinstance(connection, AsyncSession):
@@ -234,13 +240,13 @@ class Outbox:
     def _in_psycopg(self, connection: psycopg.Connection[Any]) -> PublishedEvents:
         from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
 
-        with connection.cursor(row_factory=scalar_row) as cursor:
+        with _psycopg_cursor(connection, row_factory=scalar_row) as cursor:
             return _events_of(cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider]).fetchall())
 
     async def _in_psycopg_async(self, connection: psycopg.AsyncConnection[Any]) -> PublishedEvents:
         from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
 
-        async with connection.cursor(row_factory=scalar_row) as cursor:
+        async with _psycopg_cursor(connection, row_factory=scalar_row) as cursor:
             await cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider])
             return _events_of(await cursor.fetchall())
 
@@ -255,6 +261,13 @@ def _events_of(batches: Iterable[bytes]) -> PublishedEvents:
         for batch in (accepted(bytes(each), now_us()) for each in batches)
         for payload in batch.payloads()
     ]
+
+
+def _of_scope(connection: Any) -> Any:
+    """Return the session of a scoped session; anything else as it is."""
+    if isinstance(connection, scoped_session | async_scoped_session):
+        return cast("Any", connection)()
+    return connection
 
 
 def _unknown_connection(connection: object) -> InvalidArgument:
@@ -287,7 +300,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _insert_by_psycopg_async(connection, rows)
-    with _naming_missing_table(), connection.cursor() as cursor:
+    with _naming_missing_table(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -295,9 +308,19 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     return None
 
 
+def _psycopg_cursor(connection: Any, **options: Any) -> Any:
+    """Return a cursor with the placeholders of `_PSYCOPG`. A raw cursor has others."""
+    import psycopg  # noqa: PLC0415 (the driver is optional)
+
+    cursor = connection.cursor(**options)
+    if isinstance(cursor, psycopg.RawCursor):
+        return psycopg.Cursor(connection, **options)
+    return psycopg.AsyncCursor(connection, **options) if isinstance(cursor, psycopg.AsyncRawCursor) else cursor
+
+
 def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -> None:
     check_dialect(connection.vendor)
-    if not connection.in_atomic_block:
+    if not connection.in_atomic_block and connection.get_autocommit():
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
     introspection = cast("Any", connection).introspection
     with _naming_missing_table(), connection.cursor() as cursor:
@@ -316,7 +339,7 @@ async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[Outbo
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
     with _naming_missing_table():
-        async with connection.cursor() as cursor:
+        async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:
                 await cursor.execute(_PSYCOPG, rows[0])
             else:

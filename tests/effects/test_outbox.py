@@ -222,6 +222,24 @@ async def test_connections_of_drivers(postgres: UserDatabase):
     assert (await moved(postgres)).payloads() == [b"psycopg", b"psycopg async", b"asyncpg"]
 
 
+async def test_connections_of_psycopg_with_raw_cursors(postgres: UserDatabase):
+    """Their placeholders are `$1`."""
+
+    def sync() -> None:
+        with psycopg.connect(postgres.url, cursor_factory=psycopg.RawCursor) as connection:
+            OUTBOX.publish(STREAM, b"a", connection=connection)
+            OUTBOX.publish(STREAM, [b"b", Event(b"c", priority=1)], connection=connection)
+            assert [payload for _, payload in OUTBOX.published(connection=connection)] == [b"a", b"b", b"c"]
+
+    await asyncio.to_thread(sync)
+    connect = psycopg.AsyncConnection.connect
+    async with await connect(postgres.url, cursor_factory=psycopg.AsyncRawCursor) as connection:
+        await OUTBOX.publish(STREAM, b"d", connection=connection)
+        await OUTBOX.publish(STREAM, [b"e", Event(b"f", priority=1)], connection=connection)
+        assert len(await OUTBOX.published(connection=connection)) == 6
+    assert (await moved(postgres)).payloads() == [b"a", b"b", b"c", b"d", b"e", b"f"]
+
+
 async def test_connections_that_commit_each_statement_are_refused(postgres: UserDatabase):
     def sync() -> None:
         with psycopg.connect(postgres.url, autocommit=True) as driver:

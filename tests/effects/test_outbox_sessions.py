@@ -1,5 +1,6 @@
 """Events that listeners publish into a Session of SQLAlchemy while it flushes or commits."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from headrace import InvalidArgument, Outbox, StreamId
 from headrace.effects import schema
@@ -148,6 +149,27 @@ def test_a_savepoint_that_is_released_keeps_events_for_the_commit(engine: Engine
         OUTBOX.publish(STREAM, b"b", connection=session)
         session.commit()
     assert stored(engine) == (0, [b"b"])
+
+
+def test_a_scoped_session_publishes_as_its_session(engine: Engine):
+    scoped = scoped_session(sessionmaker(engine))
+    OUTBOX.publish(STREAM, b"a", connection=scoped)
+    assert OUTBOX.published(connection=scoped) == [(STREAM, b"a")]
+    scoped.commit()
+    OUTBOX.publish(STREAM, b"lost", connection=scoped)
+    scoped.remove()
+    assert stored(engine) == (0, [b"a"])
+
+
+async def test_a_scoped_session_for_asyncio_publishes_as_its_session(engine: Engine):
+    made = create_async_engine(f"sqlite+aiosqlite:///{engine.url.database}")
+    scoped = async_scoped_session(async_sessionmaker(made), asyncio.current_task)
+    OUTBOX.publish(STREAM, b"a", connection=scoped)
+    assert await OUTBOX.published(connection=scoped) == [(STREAM, b"a")]
+    await scoped.commit()
+    await scoped.remove()
+    await made.dispose()
+    assert stored(engine) == (0, [b"a"])
 
 
 # ---- savepoints of the connection ------------------------------------------------------------------------------------
