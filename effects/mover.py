@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..streams.backoff import Backoff
 from ..streams.clock import now_us
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
-from ..streams.events import EventBatch
+from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.failure_log import described
 from ..streams.incoming import accepted
 from ..streams.publishing import ProducerSequence, Receipt
@@ -93,7 +93,7 @@ _WITH_IDS = {
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
 _DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
 _RELEASED = {
-    name: text(f"SELECT id, batch FROM headrace_outbox WHERE {ids} ORDER BY id")  # noqa: S608
+    name: text(f"SELECT id, batch, written_at_us FROM headrace_outbox WHERE {ids} ORDER BY id")  # noqa: S608
     for name, ids in _WITH_IDS.items()
 }
 _REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
@@ -105,13 +105,13 @@ _FITS = "total <= :max_bytes OR total = size"
 _NEXT = {
     # The inner rows of PostgreSQL have references to large batches, and not the batches.
     "postgresql": text(f"""
-        SELECT id, stream, batch FROM (
-            SELECT id, stream, batch, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
-            FROM (SELECT id, stream, batch {_FIRST}) AS first_rows
+        SELECT id, stream, batch, written_at_us FROM (
+            SELECT *, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
+            FROM (SELECT id, stream, batch, written_at_us {_FIRST}) AS first_rows
         ) AS sizes WHERE {_FITS} ORDER BY id
     """),  # noqa: S608
     "sqlite": text(f"""
-        SELECT id, stream, batch FROM headrace_outbox WHERE id IN (
+        SELECT id, stream, batch, written_at_us FROM headrace_outbox WHERE id IN (
             SELECT id FROM (
                 SELECT id, size, SUM(size) OVER (ORDER BY id) AS total FROM (SELECT id, LENGTH(batch) AS size {_FIRST})
             ) WHERE {_FITS}
@@ -310,7 +310,7 @@ class OutboxMover:
         number = row.number
         if 0 < last < number - (row.ids != _NO_IDS):  # 0: perhaps the queue has forgotten the producer
             self._warn_of_others()
-        rows: Sequence[Row[int, bytes]] = ()
+        rows: Sequence[Row[int, bytes, int]] = ()
         if row.ids != _NO_IDS:
             if number <= last:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
@@ -318,7 +318,7 @@ class OutboxMover:
                 rows = connection.execute(_RELEASED[dialect], {"ids": row.ids}).all()
         if rows:
             ids = [each.id for each in rows]
-            batches = [accepted(bytes(batch), now_us()) for _, batch in rows]
+            batches = [_batch_of(row.batch, row.written_at_us) for row in rows]
         else:
             # A restored database has a lower number than the queue, which would take the next releases for stored.
             number = max(number, last)
@@ -349,7 +349,7 @@ class OutboxMover:
                 if row.stream in waiting:
                     continue
                 try:
-                    batches[row.id] = accepted(bytes(row.batch), now_us())
+                    batches[row.id] = _batch_of(row.batch, row.written_at_us)
                 except InvalidArgument as error:
                     self._refuse(connection, row.id, row.stream, str(error))
                     waiting.add(row.stream)
@@ -367,3 +367,17 @@ class OutboxMover:
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {"number": number, "ids": json.dumps(list(ids)), "holder": self._holder}
         connection.execute(_WRITE_LANE[connection.dialect.name], {**self._key(lane), **values})
+
+
+def _batch_of(encoded: bytes, written_at_us: int) -> EventBatch:
+    """Return the batch of a row, delayed by the rest of its delay, which begins at the publish.
+
+    At least 1 µs is left. So a release that is repeated goes the same way through the queue, which knows its number
+    there: a queue may keep batches with a delay in another place than the others. Raises InvalidArgument.
+    """
+    now = now_us()
+    batch = accepted(bytes(encoded), now)
+    if not isinstance(batch, ScheduledBatch) or not batch.delay_us:
+        return batch
+    waited_us = max(now - written_at_us, 0)  # the clocks of two processes may differ
+    return batch.with_delay(max(batch.delay_us - waited_us, 1))

@@ -6,16 +6,17 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 from zlib import crc32
 
-from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy import Connection, NestedTransaction, event, inspect, text
 from sqlalchemy.exc import InvalidRequestError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
 from ..streams.arguments import check_text
 from ..streams.clock import now_us
@@ -34,6 +35,8 @@ LANES = 16
 """Number of lanes of a provider. It is fixed: a stream must stay in its lane."""
 
 Events = Publishable | Iterable[Publishable]
+AnySession = Session | scoped_session[Any]
+AnyAsyncSession = AsyncSession | async_scoped_session[Any]
 OutboxRow = Mapping[str, Any]
 PublishedEvents = list[tuple[StreamId, bytes]]
 """Stream and payload of each event."""
@@ -72,6 +75,8 @@ class DjangoConnection(Protocol):
 
     @property
     def in_atomic_block(self) -> bool: ...
+
+    def get_autocommit(self) -> bool: ...
 
     def cursor(self) -> Any: ...
 
@@ -135,7 +140,7 @@ class Outbox:
         stream: StreamId,
         events: Events,
         *,
-        connection: Connection | Session | AsyncSession | psycopg.Connection[Any] | DjangoConnection,
+        connection: Connection | AnySession | AnyAsyncSession | psycopg.Connection[Any] | DjangoConnection,
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> None: ...
@@ -161,18 +166,20 @@ class Outbox:
         """Publish to one stream when the connection's transaction commits. Nothing is flushed or committed by this.
 
         `connection` is a Connection, AsyncConnection, Session or AsyncSession of SQLAlchemy, a connection of psycopg or
-        asyncpg, or `django.db.connection` inside of `transaction.atomic()`. With an AsyncConnection of SQLAlchemy or
-        psycopg, and with asyncpg, await the result. Events of a session are written when it commits, after its flush;
-        those that a listener of the session publishes later in the commit, at once. Events of a connection are written
-        at once.
+        asyncpg, or `django.db.connection` in a transaction. A session may be scoped. With an AsyncConnection of
+        SQLAlchemy or psycopg, and with asyncpg, await the result. Events of a session are written when it commits,
+        after its flush; those that a listener of the session publishes later in the commit, at once. Events of a
+        connection are written at once.
 
         Events of one stream keep the order of their transactions if one commits before the next one publishes.
         Transactions that overlap are in any order. If order matters, lock a row for each stream, and publish after it.
 
-        Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, and
-        for a session that has committed (`after_commit`); PayloadTooLarge; NotFound if the database has no outbox.
+        Raises InvalidArgument for other objects, for wrong events, for a connection that commits each statement, for a
+        session that is prepared or has committed (`after_commit`), and for one whose connection has a savepoint that
+        the session did not begin; PayloadTooLarge; NotFound if the database has no outbox.
         """
         rows = rows_of(self.provider, stream, events, self._codecs, delay=delay, priority=priority)
+        connection = _of_scope(connection)
         if isinstance(connection, AsyncSession):
             connection = connection.sync_session
         if isinstance(connection, Session):
@@ -187,11 +194,11 @@ class Outbox:
 
     @overload
     def published(
-        self, *, connection: Connection | Session | psycopg.Connection[Any] | DjangoConnection
+        self, *, connection: Connection | AnySession | psycopg.Connection[Any] | DjangoConnection
     ) -> PublishedEvents: ...
     @overload
     def published(
-        self, *, connection: AsyncConnection | AsyncSession | psycopg.AsyncConnection[Any] | AsyncpgConnection
+        self, *, connection: AsyncConnection | AnyAsyncSession | psycopg.AsyncConnection[Any] | AsyncpgConnection
     ) -> Awaitable[PublishedEvents]: ...
     def published(self, *, connection: Any) -> PublishedEvents | Awaitable[PublishedEvents]:
         """Return stream and payload of each event in the outbox that this transaction sees, in order. It is for tests:
@@ -200,6 +207,7 @@ class Outbox:
         `connection` is one that `publish` takes. With an AsyncSession, and with those for which `publish` is awaited,
         await the result. Raises InvalidArgument for other objects.
         """
+        connection = _of_scope(connection)
         if isinstance(connection, Session):
             return self._in_session(connection)
         if isinstance(connection, AsyncSession):
@@ -223,7 +231,7 @@ class Outbox:
 
     def _in_session(self, session: Session) -> PublishedEvents:
         buffered = session.info.get(_BUFFERED, BufferedEvents()).rows
-        waiting = [row["batch"] for _, row in buffered if row["provider"] == self.provider]
+        waiting = [row["batch"] for row in buffered if row["provider"] == self.provider]
         return [*self._in_connection(session.connection()), *_events_of(waiting)]
 
     def _in_connection(self, connection: Connection) -> PublishedEvents:
@@ -232,13 +240,13 @@ class Outbox:
     def _in_psycopg(self, connection: psycopg.Connection[Any]) -> PublishedEvents:
         from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
 
-        with connection.cursor(row_factory=scalar_row) as cursor:
+        with _psycopg_cursor(connection, row_factory=scalar_row) as cursor:
             return _events_of(cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider]).fetchall())
 
     async def _in_psycopg_async(self, connection: psycopg.AsyncConnection[Any]) -> PublishedEvents:
         from psycopg.rows import scalar_row  # noqa: PLC0415 (the driver is optional)
 
-        async with connection.cursor(row_factory=scalar_row) as cursor:
+        async with _psycopg_cursor(connection, row_factory=scalar_row) as cursor:
             await cursor.execute(_PUBLISHED_BY_DRIVER, [self.provider])
             return _events_of(await cursor.fetchall())
 
@@ -253,6 +261,13 @@ def _events_of(batches: Iterable[bytes]) -> PublishedEvents:
         for batch in (accepted(bytes(each), now_us()) for each in batches)
         for payload in batch.payloads()
     ]
+
+
+def _of_scope(connection: Any) -> Any:
+    """Return the session of a scoped session; anything else as it is."""
+    if isinstance(connection, scoped_session | async_scoped_session):
+        return cast("Any", connection)()
+    return connection
 
 
 def _unknown_connection(connection: object) -> InvalidArgument:
@@ -285,7 +300,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _insert_by_psycopg_async(connection, rows)
-    with _naming_missing_table(), connection.cursor() as cursor:
+    with _naming_missing_table(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -293,9 +308,19 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     return None
 
 
+def _psycopg_cursor(connection: Any, **options: Any) -> Any:
+    """Return a cursor with the placeholders of `_PSYCOPG`. A raw cursor has others."""
+    import psycopg  # noqa: PLC0415 (the driver is optional)
+
+    cursor = connection.cursor(**options)
+    if isinstance(cursor, psycopg.RawCursor):
+        return psycopg.Cursor(connection, **options)
+    return psycopg.AsyncCursor(connection, **options) if isinstance(cursor, psycopg.AsyncRawCursor) else cursor
+
+
 def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -> None:
     check_dialect(connection.vendor)
-    if not connection.in_atomic_block:
+    if not connection.in_atomic_block and connection.get_autocommit():
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
     introspection = cast("Any", connection).introspection
     with _naming_missing_table(), connection.cursor() as cursor:
@@ -314,7 +339,7 @@ async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[Outbo
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
     with _naming_missing_table():
-        async with connection.cursor() as cursor:
+        async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:
                 await cursor.execute(_PSYCOPG, rows[0])
             else:
@@ -328,16 +353,50 @@ class BufferedEvents:
     """The rows that a session inserts when it commits. It is kept in `Session.info`."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[SessionTransaction, OutboxRow]] = []
-        """With the transaction or savepoint in which they were published."""
+        self.rows: list[OutboxRow] = []
+        self._starts: dict[SessionTransaction, int] = {}
+        """The number of rows before the first one of each open transaction or savepoint."""
         self.committing: SessionTransaction | None = None
         """Its commit has begun, and its rows are inserted: later ones are inserted at once."""
         self.committed: SessionTransaction | None = None
+        self.released: SessionTransaction | None = None
+        """The last savepoint that was released: at its end, its rows stay."""
+        self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
+        """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
+        self.is_prepared = False
+        self.is_inserted_at_commit = False
+        """Whether the commit of the connection inserts the rows, too."""
+        self._listeners: list[tuple[Connection, str, Callable[..., None]]] = []
+
+    def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
+        """Keep the rows of a transaction or savepoint."""
+        for each in _with_parents(transaction):
+            self._starts.setdefault(each, len(self.rows))
+        self.rows += rows
+
+    def end_savepoint(self, ended: SessionTransaction) -> None:
+        """Drop the rows of a savepoint that is not released, and those of the savepoints in it."""
+        self.savepoints.pop(ended, None)
+        if ended is not self.released:
+            del self.rows[self._starts.get(ended, len(self.rows)) :]
+        self._starts = {each: start for each, start in self._starts.items() if ended not in _with_parents(each)}
+
+    def listen(self, connection: Connection, name: str, listener: Callable[..., None]) -> None:
+        """Listen to an event of a connection until `stop_listening`."""
+        event.listen(connection, name, listener)
+        self._listeners.append((connection, name, listener))
+
+    def stop_listening(self) -> None:
+        while self._listeners:
+            event.remove(*self._listeners.pop())
+
+    def note_prepared(self, *_: object) -> None:
+        self.is_prepared = True
 
     def take(self) -> list[OutboxRow]:
         """Return the rows, and forget them."""
-        rows, self.rows = self.rows, []
-        return [row for _, row in rows]
+        rows, self.rows, self._starts = self.rows, [], {}
+        return rows
 
 
 def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
@@ -347,9 +406,25 @@ def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     if buffered.committed is root:
         raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
-    buffered.rows.extend((transaction, row) for row in rows)
+    if buffered.is_prepared:
+        raise InvalidArgument("the session's transaction is prepared: publish before `session.prepare()`, not after it")
+    _refuse_unknown_savepoint(buffered)
+    buffered.add(transaction, rows)
     if buffered.committing is root:
         _insert_while_committing(session)
+
+
+def _refuse_unknown_savepoint(buffered: BufferedEvents) -> None:
+    """Raise InvalidArgument if a connection is in a savepoint that the session did not begin: its rollback would leave
+    the rows in the buffer."""
+    known = {pair for begun in buffered.savepoints.values() for pair in begun.items()}
+    for connection, _ in known:
+        current = connection.get_nested_transaction()
+        if current is not None and (connection, current) not in known:
+            raise InvalidArgument(
+                "the connection of the session is in a savepoint that the session does not know: begin the savepoint "
+                "with `session.begin_nested()`, or publish with `connection=session.connection()`"
+            )
 
 
 def _insert_while_committing(session: Session) -> None:
@@ -370,6 +445,14 @@ def _insert_buffered(session: Session, connection: Connection) -> None:
 # Listeners for all sessions of the process: a listener that a session gets during its commit may not be called.
 
 
+@event.listens_for(Session, "after_begin", insert=True)  # before the user's listeners, which may publish
+def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
+    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
+    buffered.savepoints.setdefault(transaction, {})[connection] = connection.get_nested_transaction()
+    if session.twophase and transaction.parent is None:
+        buffered.listen(connection, "prepare_twophase", buffered.note_prepared)
+
+
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
     buffered = session.info.setdefault(_BUFFERED, BufferedEvents())
@@ -386,16 +469,11 @@ def _before_commit(session: Session) -> None:
 
 
 def _insert_at_commit(session: Session, connection: Connection) -> None:
-    @event.listens_for(connection, "commit", once=True)
-    def commit(connection: Connection) -> None:  # pyright: ignore[reportUnusedFunction]
-        _insert_buffered(session, connection)
-
-
-@event.listens_for(Session, "after_soft_rollback")
-def _after_rollback(session: Session, ended: SessionTransaction) -> None:
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is not None:
-        buffered.rows = [each for each in buffered.rows if not _is_within(each[0], ended)]
+    """Insert the rows also when the connection commits, until the session's transaction ends."""
+    buffered: BufferedEvents = session.info[_BUFFERED]
+    if not buffered.is_inserted_at_commit:
+        buffered.is_inserted_at_commit = True
+        buffered.listen(connection, "commit", partial(_insert_buffered, session))
 
 
 @event.listens_for(Session, "after_flush")
@@ -410,7 +488,10 @@ def _after_commit(session: Session) -> None:
     """Refuse events that come too late. Rows that came too late to be inserted are an error: they must not be lost
     silently."""
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is None or session.get_nested_transaction() is not None:
+    if buffered is None:
+        return
+    if (savepoint := session.get_nested_transaction()) is not None:
+        buffered.released = savepoint
         return
     buffered.committed = session.get_transaction()
     if buffered.rows:
@@ -422,14 +503,20 @@ def _after_commit(session: Session) -> None:
 
 @event.listens_for(Session, "after_transaction_end")
 def _after_end(session: Session, ended: SessionTransaction) -> None:
-    """Forget the rows of a transaction that `close` and `reset` end without a commit or a rollback."""
+    """Forget the rows of a transaction or savepoint that ends without a commit. `close` and `reset` call no listener of
+    a rollback."""
+    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
+    if buffered is None:
+        return
     if ended.parent is None:
-        session.info.pop(_BUFFERED, None)
+        del session.info[_BUFFERED]
+        buffered.stop_listening()
+    elif ended.nested:
+        buffered.end_savepoint(ended)
 
 
-def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:
-    while transaction is not None:
-        if transaction is outer:
-            return True
-        transaction = transaction.parent
-    return False
+def _with_parents(transaction: SessionTransaction) -> Iterator[SessionTransaction]:
+    inner: SessionTransaction | None = transaction
+    while inner is not None:
+        yield inner
+        inner = inner.parent

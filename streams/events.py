@@ -287,11 +287,17 @@ class ScheduledBatch(EventBatch):
 
     def undelayed(self) -> EventBatch:
         """Return a batch with the same events and priority, and without the delay."""
-        encoded = self.encoded.removesuffix(layout.write_schedule(self.delay_us, self.priority))
-        if not self.priority:
-            return EventBatch(self.stream, encoded, self.count)
-        encoded += layout.write_schedule(0, self.priority)
-        return ScheduledBatch(self.stream, encoded, self.count, delay_us=0, priority=self.priority)
+        if self.priority:
+            return self.with_delay(0)
+        return EventBatch(self.stream, self._without_schedule(), self.count)
+
+    def with_delay(self, delay_us: int) -> ScheduledBatch:
+        """Return a batch with the same events and priority, and this delay."""
+        encoded = self._without_schedule() + layout.write_schedule(delay_us, self.priority)
+        return ScheduledBatch(self.stream, encoded, self.count, delay_us=delay_us, priority=self.priority)
+
+    def _without_schedule(self) -> bytes:
+        return self.encoded.removesuffix(layout.write_schedule(self.delay_us, self.priority))
 
 
 def _delay_us(delay: Any) -> int:

@@ -115,6 +115,20 @@ async def test_a_publish_outside_of_atomic_is_refused(database: UserDatabase):
     assert database.rows("SELECT * FROM headrace_outbox") == []
 
 
+async def test_a_connection_that_commits_at_commit_needs_no_atomic(database: UserDatabase):
+    def work(connection: Any) -> None:
+        transaction.set_autocommit(False)
+        OUTBOX.publish(STREAM, b"a", connection=connection)
+        transaction.commit()
+        OUTBOX.publish(STREAM, b"lost", connection=connection)
+        transaction.rollback()
+
+    await asyncio.to_thread(in_django, database.url, work)
+    queue = RecordingQueue()
+    await OutboxMover(database_of(database.engine), queue).move()
+    assert queue.stored == [(STREAM, b"a")]
+
+
 async def test_a_test_that_rolls_all_back_sees_the_published_events(database: UserDatabase):
     """As Django's `TestCase` does. A silo never sees these events."""
 
@@ -134,6 +148,7 @@ def test_another_database_is_refused():
         vendor, in_atomic_block = "mysql", True
 
         def cursor(self) -> None: ...
+        def get_autocommit(self) -> bool: ...
 
     with pytest.raises(NotSupported, match="the engine is for mysql"):
         OUTBOX.publish(STREAM, b"a", connection=MySQL())

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from headrace.effects.schema import migrate
 from headrace.silo.outbox import COUNT_S, OutboxService
 from headrace.streams.background import BackgroundTasks
 from headrace.streams.errors import NotFound, StorageError
-from headrace.streams.events import EventBatch
+from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.producer_ledger import LastCall
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, user_database
@@ -44,6 +45,8 @@ class RecordingQueue:
 
     def __init__(self) -> None:
         self.stored: list[tuple[StreamId, bytes]] = []
+        self.delays_us: list[int] = []
+        """Of each batch of each call."""
         self.last: dict[str, LastCall] = {}
         self.fail_before = self.fail_after = 0
         self.refused: StreamId | None = None
@@ -58,6 +61,7 @@ class RecordingQueue:
     ) -> Sequence[Receipt]:
         assert sequence is not None
         self.calls += 1
+        self.delays_us += [batch.delay_us if isinstance(batch, ScheduledBatch) else 0 for batch in batches]
         await asyncio.sleep(0)
         if self.fail_before:
             self.fail_before -= 1
@@ -216,6 +220,24 @@ async def test_connections_of_drivers(postgres: UserDatabase):
     finally:
         await driver.close()
     assert (await moved(postgres)).payloads() == [b"psycopg", b"psycopg async", b"asyncpg"]
+
+
+async def test_connections_of_psycopg_with_raw_cursors(postgres: UserDatabase):
+    """Their placeholders are `$1`."""
+
+    def sync() -> None:
+        with psycopg.connect(postgres.url, cursor_factory=psycopg.RawCursor) as connection:
+            OUTBOX.publish(STREAM, b"a", connection=connection)
+            OUTBOX.publish(STREAM, [b"b", Event(b"c", priority=1)], connection=connection)
+            assert [payload for _, payload in OUTBOX.published(connection=connection)] == [b"a", b"b", b"c"]
+
+    await asyncio.to_thread(sync)
+    connect = psycopg.AsyncConnection.connect
+    async with await connect(postgres.url, cursor_factory=psycopg.AsyncRawCursor) as connection:
+        await OUTBOX.publish(STREAM, b"d", connection=connection)
+        await OUTBOX.publish(STREAM, [b"e", Event(b"f", priority=1)], connection=connection)
+        assert len(await OUTBOX.published(connection=connection)) == 6
+    assert (await moved(postgres)).payloads() == [b"a", b"b", b"c", b"d", b"e", b"f"]
 
 
 async def test_connections_that_commit_each_statement_are_refused(postgres: UserDatabase):
@@ -453,6 +475,40 @@ async def test_new_events_of_a_database_that_was_restored_from_a_backup_are_move
         await move(payload)
     assert queue.payloads() == [b"a", b"b", b"c", b"d", b"e", b"f"]
     assert rows(async_database) == 0
+
+
+@pytest.mark.parametrize(
+    ("waited", "least", "most"),
+    [
+        (timedelta(minutes=-5), timedelta(hours=1), timedelta(hours=1)),  # the clocks of the processes differ
+        (timedelta(minutes=20), timedelta(), timedelta(minutes=40)),
+        (timedelta(hours=2), timedelta(microseconds=1), timedelta(microseconds=1)),
+    ],
+)
+async def test_a_delay_begins_when_the_event_is_published(
+    async_database: UserDatabase, waited: timedelta, least: timedelta, most: timedelta
+):
+    def publish() -> None:
+        with async_database.inspecting.begin() as connection:
+            OUTBOX.publish(STREAM, b"now", connection=connection)
+            OUTBOX.publish(STREAM, b"later", connection=connection, delay=timedelta(hours=1))
+
+    await asyncio.to_thread(publish)
+    async_database.execute("UPDATE headrace_outbox SET written_at_us = written_at_us - :by", by=in_us(waited))
+    queue = RecordingQueue()
+    queue.fail_before = 1
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    with pytest.raises(StorageError):
+        await mover.move()
+    await mover.move()
+    first, failed, second, repeated = queue.delays_us
+    assert (first, second) == (0, 0)
+    assert in_us(least) <= repeated <= failed <= in_us(most)
+    assert queue.payloads() == [b"now", b"later"]
+
+
+def in_us(time: timedelta) -> int:
+    return time // timedelta(microseconds=1)
 
 
 async def test_two_queues_that_divide_an_outbox_are_told(

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import Session
 
 from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
 from headrace import Effects, Event, InvalidArgument, Outbox, Provider, StreamId, Transaction, Unavailable
@@ -235,6 +236,24 @@ async def test_a_prepared_transaction_holds_up_no_other_one_and_is_moved_when_it
             await asyncio.to_thread(commit)
             await mover.move()
             assert [payload for _, payload in queue.stored] == [b"1", b"2", b"late"]
+
+
+def test_a_publish_after_the_prepare_of_a_session_is_refused():
+    with PreparingServer() as server:
+        made = create_engine(server.url.replace("postgresql:", "postgresql+psycopg:"))
+        with made.begin() as connection:
+            schema.migrate(connection)
+        with Session(made, twophase=True) as session:
+            OUTBOX.publish(STREAMS[0], b"a", connection=session)
+            session.prepare()
+            with pytest.raises(InvalidArgument, match=r"before `session\.prepare\(\)`"):
+                OUTBOX.publish(STREAMS[0], b"lost", connection=session)
+            session.commit()
+            OUTBOX.publish(STREAMS[0], b"b", connection=session)
+            session.commit()
+        with made.connect() as connection:
+            assert [payload for _, payload in OUTBOX.published(connection=connection)] == [b"a", b"b"]
+        made.dispose()
 
 
 async def test_ids_of_the_outbox_are_given_out_one_by_one(postgres: UserDatabase):

@@ -291,8 +291,9 @@ async def test_publisher_may_end_before_or_after_any_step(stage: Stage):
     assert await stored(stage.adapter, 2) == wanted
 
 
-async def test_storing_call_may_end_before_or_after_any_step_and_is_repeated(stage: Stage):
-    """Also if the delayed events are published meanwhile."""
+@pytest.mark.parametrize("shorter", [False, True])
+async def test_storing_call_may_end_before_or_after_any_step_and_is_repeated(stage: Stage, *, shorter: bool):
+    """Also if the delayed events are published meanwhile, and if their delay is nearly over, as in an outbox."""
     steps = 0
     for steps in range(100):
         sequence = ProducerSequence("client", steps + 1, steps)
@@ -303,6 +304,10 @@ async def test_storing_call_may_end_before_or_after_any_step_and_is_repeated(sta
         except Killed:
             if steps % 2:
                 await stage.publish_all()
+        if shorter:
+            batches = [
+                (queue, each.with_delay(1) if isinstance(each, ScheduledBatch) else each) for queue, each in batches
+            ]
         again = await stage.process(-1)[0].enqueue(batches, sequence=sequence)
         assert len(again) == 3
         await stage.publish_all()
