@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..streams.background import run_periodically
+from ..streams.backoff import Backoff
 from ..streams.clock import now_us
 from ..streams.errors import Closed, HeadraceError, Unavailable
 from ..streams.events import Event
@@ -20,6 +21,8 @@ from .progress_store import ProgressStore
 
 log = logging.getLogger("headrace.agents")
 
+MAX_PAUSE_S = 30.0
+"""Longest pause before the result of a redrive is stored again, in seconds."""
 REDRIVE_S = 1.0
 MAX_REDRIVES = 16
 """Dead letters of a subscription that are delivered once more at the same time."""
@@ -89,13 +92,14 @@ class Redriver:
         elif error is not None:
             message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
             delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
-        await self._finish(letter, delivered=error is None, reason=reason, attempts=attempts)
-        delivery.reports.end_redriven(letter.token)
-        delivery.progress.note_change()  # reports may be confirmed now
+        if await self._finish(letter, delivered=error is None, reason=reason, attempts=attempts):
+            delivery.reports.end_redriven(letter.token)
+            delivery.progress.note_change()  # reports may be confirmed now
 
-    async def _finish(self, letter: DeadLetter, *, delivered: bool, reason: str | None, attempts: int) -> None:
-        """Store the result of a redrive. While the store fails, try again: meanwhile it is not delivered again here."""
-        failed_at_us = now_us()
+    async def _finish(self, letter: DeadLetter, *, delivered: bool, reason: str | None, attempts: int) -> bool:
+        """Store the result of a redrive. While the store fails, try again: meanwhile it is not delivered again here.
+        Return False if trying again does not help."""
+        failed_at_us, backoff = now_us(), Backoff(REDRIVE_S, MAX_PAUSE_S)
         while True:
             try:
                 await self._store.finish_redrive(
@@ -103,9 +107,11 @@ class Redriver:
                 )
             except HeadraceError as failure:
                 log.warning("cannot record yet that dead letter %d was redriven: %s", letter.id, failure)
-                await asyncio.sleep(REDRIVE_S)
+                if not failure.retryable:
+                    return False
+                await asyncio.sleep(backoff.next_s())
             else:
-                return
+                return True
 
 
 def _blames_no_event(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import takewhile
 from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
@@ -248,11 +249,12 @@ class QueueHoldings:
         if batch.state != TAKEN or self.account.closed:
             self._refuse_late()
             return
-        for earlier in list(self.lines[batch.stream]):
-            if earlier is batch:
-                break
-            if earlier.state == TAKEN:
-                self.acknowledge(earlier)
+        line = takewhile(lambda one: one is not batch, self.lines[batch.stream])
+        earlier = [one for one in line if one.state == TAKEN]
+        for one in earlier:
+            one.refuse_in_effects()
+        for one in earlier:
+            self.acknowledge(one)
         self.acknowledge_some(batch, 0, last)
 
     def reject(

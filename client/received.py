@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -105,11 +104,11 @@ class ReceivedBatch(EventBatch):
     """
 
     __slots__ = (
-        "applied_by",
         "arrival",
         "attempt",
         "current",
         "holder",
+        "in_effects",
         "left",
         "marks",
         "plain",
@@ -135,8 +134,8 @@ class ReceivedBatch(EventBatch):
         self.state = QUEUED
         self.marks: bytearray | None = None
         """State of each event, if they differ: OPEN or MARKED."""
-        self.applied_by: asyncio.Task[object] | None = None
-        """The task that is in the `async with` block of `effects`. It cannot acknowledge or reject the batch."""
+        self.in_effects = False
+        """Whether an `async with` block of `effects` is open. Its end acknowledges or rejects the batch."""
 
     def __repr__(self) -> str:
         return (
@@ -147,7 +146,7 @@ class ReceivedBatch(EventBatch):
     def ack(self, event: Event | SequenceToken | None = None) -> Awaitable[None]:
         """Acknowledge this event, or all of them. Raises InvalidArgument for an event of another batch, and inside of
         the block of `effects`, which acknowledges the batch at its end."""
-        self._refuse_in_effects()
+        self.refuse_in_effects()
         if event is None:
             self.holder.acknowledge(self)
         else:
@@ -157,7 +156,7 @@ class ReceivedBatch(EventBatch):
 
     def ack_until(self, event: Event | SequenceToken) -> Awaitable[None]:
         """Acknowledge this event and all earlier ones of its stream that the consumer holds, in any batch."""
-        self._refuse_in_effects()
+        self.refuse_in_effects()
         self.holder.acknowledge_until(self, self._place(event) + 1)
         return TURN if self.holder.account.is_congested else DONE
 
@@ -181,7 +180,7 @@ class ReceivedBatch(EventBatch):
         and keeps the reason of its failure. Give `invalid` if the payload cannot be decoded: `on_failure` then applies
         at once.
         """
-        self._refuse_in_effects()
+        self.refuse_in_effects()
         _check_rejection(reason, delay)
         place = None if event is None else self._place(event)
         self.holder.reject(self, place, reason, delay, unavailable=unavailable, invalid=invalid)
@@ -207,8 +206,9 @@ class ReceivedBatch(EventBatch):
 
         return batch_effects(database, self, self.holder.effect_scope())
 
-    def _refuse_in_effects(self) -> None:
-        if self.applied_by is not None and self.applied_by is asyncio.current_task():
+    def refuse_in_effects(self) -> None:
+        """Raise InvalidArgument in an `async with` block of `effects`."""
+        if self.in_effects:
             raise InvalidArgument(
                 f"{self!r} is acknowledged at the end of its `async with batch.effects(...)` block: do not acknowledge "
                 "or reject it inside; raise an error to reject it"

@@ -31,7 +31,7 @@ class BatchToApply(Protocol):
     @property
     def is_next(self) -> bool: ...
 
-    applied_by: asyncio.Task[object] | None
+    in_effects: bool
 
     def open_events(self) -> Sequence[Event]: ...
 
@@ -45,6 +45,8 @@ async def batch_effects(
     effects: Effects | AsyncEngine | AsyncConnection, batch: BatchToApply, scope: EffectScope
 ) -> AsyncGenerator[Transaction]:
     """Open the transaction of the open events of a batch. See `ReceivedBatch.effects`."""
+    if batch.in_effects:
+        raise InvalidArgument(f"{batch!r}: its block of `batch.effects(...)` is open already: use its transaction")
     try:
         await _wait_for_turn(batch)
         chosen = effects if isinstance(effects, Effects) else Effects.sharing(effects)
@@ -58,11 +60,11 @@ async def batch_effects(
     try:
         async with AsyncExitStack() as stack:
             transaction = await _open(stack, scoped, batch, events)
-            batch.applied_by = asyncio.current_task()
+            batch.in_effects = True
             try:
                 yield transaction
             finally:
-                batch.applied_by = None
+                batch.in_effects = False
     except Exception as error:
         with suppress(Closed):
             await _reject(scoped, batch, events, error)

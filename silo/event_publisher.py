@@ -28,7 +28,7 @@ from ..streams.publishing import (
 from ..streams.stream import Stream
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
-from .shared_batches import AT_LEAST, SharedBatches
+from .shared_batches import MIN_PUBLISHES, SharedBatches
 
 
 class EventPublisher(QueuePositions):
@@ -75,7 +75,7 @@ class EventPublisher(QueuePositions):
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
                 shared = self._shared
-                if shared is not None and (shared or len(self.publishing) >= AT_LEAST):
+                if shared is not None and (shared.has_waiting or len(self.publishing) >= MIN_PUBLISHES):
                     if trace:
                         shared.flush()
                     elif (answer := shared.add(stream, events)) is not None:
@@ -174,7 +174,7 @@ class EventPublisher(QueuePositions):
 
     def _flush_shared(self) -> None:
         """Store the events that wait for others, so that the next ones come after them."""
-        if self._shared:
+        if self._shared is not None:
             self._shared.flush()
 
     def _store_shared(self, batch: EventBatch) -> Awaitable[Sequence[Receipt]]:

@@ -93,8 +93,7 @@ async def _positions(
 
 
 def _starts(queues: int, stored: Sequence[Mapping[int, Checkpoint]]) -> dict[int, int]:
-    """Return the first offset of each queue. It never means another batch of a lost log, also not to readers whose
-    positions the control store does not have."""
+    """Return the first offset of each queue. No lost log has used it."""
     now_us = time.time_ns() // 1000
     known = [max((at[queue].next_offset for at in stored if queue in at), default=0) for queue in range(queues)]
     return {queue: renewed_start(low, now_us) for queue, low in enumerate(known)}

@@ -1,7 +1,7 @@
 """Events that tasks publish to one stream at the same time share a batch.
 
 A batch of a thousand events costs a twentieth of a thousand batches, for the publisher, the queue and the consumers.
-Nothing waits for it: a batch is complete when the tasks that could run have run, in the same turn of the event loop.
+A batch closes at the end of the current turn of the event loop, so no event waits for others.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..streams.errors import HeadraceError
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 
-AT_LEAST = 8
+MIN_PUBLISHES = 8
 """Publishes under way at which events begin to share batches. A few publishers gain nothing by it."""
 MAX_BYTES = 64 << 10
 MAX_EVENTS = 1000
 """Limits of a shared batch. A larger one would be stored at the same cost per event."""
 
-_token: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_new_tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class _OpenBatch:
@@ -48,14 +48,15 @@ class SharedBatches:
         self._store = store
         self._on_stored = on_stored
         self._loop = asyncio.get_running_loop()
-        self._once: set[StreamId] = set()
-        """The streams to which an event was published in this turn of the loop. It was stored by itself."""
+        self._stored_alone: set[StreamId] = set()
+        """The streams of which an event was published in this turn of the loop. The first one is stored by itself."""
         self._open: dict[StreamId, _OpenBatch] = {}
         self._ends_turn = False
         """Whether `_end_turn` is going to be called."""
 
-    def __bool__(self) -> bool:
-        """Whether there are events that wait."""
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are events that wait for the end of the turn."""
         return bool(self._open)
 
     def add(self, stream: StreamId, payload: bytes) -> Future[SequenceToken] | None:
@@ -63,8 +64,8 @@ class SharedBatches:
 
         The future gets the token, or the error of `store`. A cancelled caller's event is stored all the same.
         """
-        if stream not in self._once:
-            self._once.add(stream)
+        if stream not in self._stored_alone:
+            self._stored_alone.add(stream)
             if not self._ends_turn:
                 self._ends_turn = True
                 self._loop.call_soon(self._end_turn)
@@ -89,7 +90,7 @@ class SharedBatches:
 
     def _end_turn(self) -> None:
         self._ends_turn = False
-        self._once.clear()
+        self._stored_alone.clear()
         self.flush()
 
     def _close(self, stream: StreamId) -> None:
@@ -99,7 +100,7 @@ class SharedBatches:
         try:
             batch = EventBatch.of(stream, found.payloads)
             stored = asyncio.ensure_future(self._store(batch))
-        except HeadraceError as error:
+        except Exception as error:  # noqa: BLE001 (each publisher gets it)
             _fail(found.answers, error)
             return
         answers = found.answers
@@ -121,7 +122,9 @@ class SharedBatches:
         offset = token.offset
         for index, answer in enumerate(answers):
             if not answer.done():
-                answer.set_result(_token(SequenceToken, (offset, index)))  # at a third of the cost of its own call
+                answer.set_result(
+                    _new_tuple(SequenceToken, (offset, index))
+                )  # a third of the cost of SequenceToken(...)
 
 
 def _fail(answers: Sequence[Future[SequenceToken]], error: BaseException) -> None:

@@ -16,8 +16,8 @@ Blocks with the older magic b"HRB1" have a checksum without the place.
 
 An operator can skip a damaged block for all readers. The block is then replaced by a record with the
 magic b"HRP1", no events, no columns, and the reason as UTF-8 text after the header. This record keeps the offsets of
-the lost batches. If these are more than 32 bits can count, the magic is b"HRP2", and the field for the number of events
-has the upper 32 bits of the number of batches.
+the lost batches. If it has more than 2³²-1 batches, its magic is b"HRP2", and the field for the number of events has
+the upper 32 bits of the number of batches.
 
 All integers are unsigned and little-endian. A block is stored under the offset of its first batch; the others have the
 offsets that follow, so the next block's key is this one's plus n.

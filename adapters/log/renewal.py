@@ -18,21 +18,20 @@ from .options import LogOptions
 from .rows import TailRow
 from .transactions import LogChanges, StoredGap
 
-_BASE_US = 1_767_225_600_000_000
+_EPOCH_2026_US = 1_767_225_600_000_000
 """2026-01-01 UTC, in microseconds since 1970."""
-_APART = 1 << 32
-"""How many offsets are left out if the clock is wrong."""
+_CLOCK_BEHIND_GAP = 1 << 32
+"""How many offsets are left out if the clock is behind the offsets in use."""
 
 
-def renewed_start(low: int, now_us: int) -> int:
-    """Return the offset at which a restored or new log begins at `now_us`, in microseconds since 1970 UTC.
+def renewed_start(lowest_unused: int, now_us: int) -> int:
+    """Return the first offset of a restored or new log: the microseconds from 2026 to `now_us`, which counts from 1970.
 
-    It is above all offsets that were used before `now_us`, also by logs of this place that are lost: it is the number
-    of microseconds since 2026, and a queue never stores a batch per microsecond. `low` is the lowest offset that is not
-    known to be used. If it is above that number, then the clock is or was wrong, and the start is `_APART` above `low`.
+    A queue stores less than one batch per microsecond. So all offsets that were used before are lower, also those of
+    logs that are lost. If the clock is behind `lowest_unused`, return an offset above that.
     """
-    by_clock = now_us - _BASE_US
-    return by_clock if by_clock > low else low + _APART
+    by_clock = now_us - _EPOCH_2026_US
+    return by_clock if by_clock > lowest_unused else lowest_unused + _CLOCK_BEHIND_GAP
 
 
 @contextmanager
@@ -66,8 +65,8 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
 def leave_out_offsets(directory: Path, provider: str, queues: int) -> None:
     """Let the next event of each queue of a restored log get an offset that no event had after the backup.
 
-    Also not after an earlier restore of this backup: see `renewed_start`. Readers pass over the offsets that are left
-    out, and subscriptions get a gap record.
+    Offsets that were used after an earlier restore of this backup are left out, too: see `renewed_start`. Readers pass
+    over them, and subscriptions get a gap record.
     """
     now_us = time.time_ns() // 1000
     environment = acquire(directory / "log", LogOptions(), provider, queues, create=False)

@@ -170,24 +170,24 @@ class GroupTransaction:
 
 
 def _commit(connection: Connection[Any], *statements: str) -> None:
-    """Execute the statements, and commit. Raise psycopg.Error if it fails, or if the server does not wait for a
-    synchronous standby any more, because somebody cancelled that: it warns of this, and reports success.
+    """Execute the statements and commit. Raise psycopg.Error if that fails, or if the server stops waiting for a
+    synchronous standby: PostgreSQL then only warns, and reports success.
 
-    The commit waits for the standby also without statements: locking rows has written to the log.
+    The commit waits for the standby also without statements: locking rows has written to the server's log.
     """
-    warnings: list[str | None] = []
+    stopped = False
 
     def note(notice: Diagnostic) -> None:
-        if notice.severity_nonlocalized == "WARNING":
-            warnings.append(notice.message_primary)
+        nonlocal stopped
+        stopped |= notice.source_function == "SyncRepWaitForLSN"
 
     connection.add_notice_handler(note)
     try:
         connection.execute("; ".join([*statements, "COMMIT"]).encode())
     finally:
         connection.remove_notice_handler(note)
-    if warnings:
-        raise OperationalError(f"the commit may not be safe: {warnings[0]}")
+    if stopped:
+        raise OperationalError("the server stopped waiting for its synchronous standby: a failover may lose the commit")
 
 
 def store_acknowledgements(

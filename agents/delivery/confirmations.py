@@ -26,7 +26,7 @@ MAX_QUESTIONS = 100_000
 
 
 RedrivePositions = Mapping[int, Sequence[int]]
-"""Dead letters of a queue that are to be delivered once more: indexes by offset."""
+"""Positions of dead letters whose redrive is requested: indexes by offset."""
 
 
 class Confirmed(NamedTuple):
@@ -64,7 +64,7 @@ class DoneQuestion(NamedTuple):
     end: int
     """Index after the last event."""
 
-    def has_any(self, positions: RedrivePositions) -> bool:
+    def includes_any(self, positions: RedrivePositions) -> bool:
         """Whether one of the positions is among its events."""
         return any(self.first <= index < self.end for index in positions.get(self.offset, ()))
 
@@ -98,9 +98,9 @@ class MemberReports:
         self._questions: deque[DoneQuestion] = deque()
         """Open questions, in the order of reports."""
         self._answered: deque[DoneQuestion] = deque()
-        """Questions before them: their events are done in the progress, and it is not confirmed yet."""
+        """The questions before these. Their events are done in the progress, and that is not confirmed yet."""
         self._redriven: dict[SequenceToken, int] = {}
-        """Dead letters that are acknowledged, until the store has it, and the last report applied before."""
+        """Acknowledged dead letters whose result is not stored, with the last report before the acknowledgement."""
         self._confirmed = (0, 0)
         """Numbers of the last confirmation."""
 
@@ -145,7 +145,7 @@ class MemberReports:
     def confirm(self, mark: ReportMark, redrives: RedrivePositions) -> None:
         confirmed, answered = mark.confirmed, self._answered
         while answered and answered[0].number <= confirmed.unconfirmed:
-            if answered[0].has_any(redrives):
+            if answered[0].includes_any(redrives):
                 confirmed = confirmed._replace(unconfirmed=answered[0].number - 1)
                 break
             answered.popleft()

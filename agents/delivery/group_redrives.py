@@ -53,8 +53,8 @@ class GroupRedrives:
             self._line.notify_waiters()
 
     async def _next_member(self, key: tuple[int, int, int], size: int, holder: Member | None) -> Member:
-        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken. A `holder`
-        whose connection was lost gets it again, if it comes back within its session timeout."""
+        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken. `holder`
+        had the dead letter when its connection was lost: within its session timeout, only it may get the letter."""
         while not self._closed:
             candidates = self._line.candidates(self._queue)
             if holder is not None and self._line.is_member(holder, self._queue):

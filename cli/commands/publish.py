@@ -230,14 +230,14 @@ class LinePublisher:
         expected = found.position
         unchanged = self._reader.move_to(descriptor, expected)
         if unchanged and found.is_forgotten:
-            raise CommandFailed(_forgotten(name, found.entry))
+            raise CommandFailed(_forgotten_message(name, found.entry))
         if unchanged and found.last != expected.lines:
             unchanged = await self._move_to_line(descriptor, found.last)
         if not unchanged:
             last = max(found.last, expected.lines)
             note(f"{name}: lines up to {last:,} have changed since an earlier run published them: publishing all lines")
         elif found.last:
-            note(f"{name}: continuing after line {found.last:,}{_reason(found)}")
+            note(f"{name}: continuing after line {found.last:,}{_resume_reason(found)}")
         return unchanged
 
     async def _move_to_line(self, descriptor: int, line: int) -> bool:
@@ -302,17 +302,17 @@ class LinePublisher:
         self._advance(len(raw), len(items))
 
 
-def _reason(found: FoundEntry) -> str:
+def _resume_reason(found: FoundEntry) -> str:
     if found.last in (found.entry.done.lines, found.entry.next.lines):
         return ": an earlier run published the lines up to it"
     return ", the last one that the queue has: the queue or the progress of the earlier run was restored from a backup"
 
 
-def _forgotten(name: str, entry: JournalEntry) -> str:
+def _forgotten_message(name: str, entry: JournalEntry) -> str:
     return (
-        f"{name}: an earlier run published the lines up to {_last_line(entry)}, but the queue does not know it: "
-        "a restore lost the lines, or the run is more than seven days old; look at the stream, then publish a copy of "
-        "the file, or only its other lines as another file"
+        f"{name}: an earlier run published the lines up to {_last_line(entry)}, but the queue does not know that run "
+        "(restored from a backup, or older than seven days): compare the stream with the file, then publish the "
+        "missing lines as another file"
     )
 
 

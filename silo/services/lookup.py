@@ -72,7 +72,13 @@ async def create_subscription(
     selector = definition.selector.pattern
     if not call.principal.allows_selector(Permission.MANAGE, selector):
         call.principal.require_selector(Permission.SUBSCRIBE, selector)
-    await _check_may_throttle(call, provider, definition)
+    if definition.slow_consumer is SlowConsumer.THROTTLE and not sees_everything(call.principal):
+        if await stored_definition(provider, definition.name) == definition:
+            return False
+        raise PermissionDenied(
+            f"subscription {definition.name!r}: with slow_consumer = throttle, its consumers can stop the queues for "
+            "all clients: that needs the permission to subscribe to or manage */*; use detach, the default"
+        )
     await visible.check_start(call.principal, provider, definition.selector, definition.start)
     try:
         return await provider.create_subscription(definition)
@@ -84,16 +90,6 @@ async def create_subscription(
                 f"the name {definition.name!r} is taken by a subscription that this client may not use: choose another"
             ) from None
         raise
-
-
-async def _check_may_throttle(call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition) -> None:
-    if definition.slow_consumer is not SlowConsumer.THROTTLE or sees_everything(call.principal):
-        return
-    if await stored_definition(provider, definition.name) != definition:
-        raise PermissionDenied(
-            f"subscription {definition.name!r}: with slow_consumer = throttle, its consumers can stop the queues for "
-            "all clients: that needs the permission to subscribe to or manage */*; use detach, the default"
-        )
 
 
 async def stored_definition(provider: ProviderCore, name: str) -> SubscriptionDefinition | None:

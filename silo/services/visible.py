@@ -26,7 +26,7 @@ silo never answers with an earlier end than another silo did before."""
 SEARCH_BYTES = 64 << 20
 """Bytes of other clients after which the search stops. The answer is then as if the next batch were the caller's."""
 COUNT_BYTES = 4 << 20
-"""Bytes of a queue that one question for a number of events reads."""
+"""Most bytes that `selected_events` reads from a queue."""
 PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 MAX_KNOWN = 10_000
 """Ends that are remembered; the least recently used is dropped first."""

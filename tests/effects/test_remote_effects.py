@@ -281,6 +281,32 @@ async def test_a_batch_cannot_be_acknowledged_or_rejected_inside_of_its_block(
     assert async_database.log() == ["a", "b"]
 
 
+async def test_nobody_else_ends_a_batch_whose_block_is_open(async_database: UserDatabase, client: Client):
+    """Neither another task, nor a later batch of the stream, nor a second block."""
+    effects = Effects(async_database.engine)
+    stream = client.stream("orders", "42")
+    await stream.publish(b"a")
+    await stream.publish(b"b")
+    async with client.subscribe("billing", ORDERS, start="earliest", retry=QUICK) as consumer:
+        first, second = await anext(consumer), await anext(consumer)
+        async with first.effects(effects) as tx:
+            await write_all_down(first, tx)
+            with pytest.raises(InvalidArgument, match="is acknowledged at the end of its"):
+                await asyncio.create_task(acknowledged(first))
+            with pytest.raises(InvalidArgument, match="is acknowledged at the end of its"):
+                await second.ack_until(second.events()[0])
+            with pytest.raises(InvalidArgument, match="open already"):
+                async with first.effects(effects):
+                    pass
+        await second.ack_until(second.events()[0])
+        await consumer.saved()
+    assert async_database.log() == ["a"]
+
+
+async def acknowledged(batch: ReceivedBatch) -> None:
+    await batch.ack()
+
+
 async def test_a_batch_inside_of_the_block_of_another_one_on_its_connection_is_refused(
     async_database: UserDatabase, client: Client
 ):

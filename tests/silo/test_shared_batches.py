@@ -11,7 +11,7 @@ import pytest
 
 from headrace import Event, EventBatch, InvalidArgument, Provider, SequenceToken, Start, StorageError, StreamId
 from headrace.silo import shared_batches
-from headrace.silo.shared_batches import AT_LEAST, SharedBatches
+from headrace.silo.shared_batches import MIN_PUBLISHES, SharedBatches
 from tests.random_examples import examples
 
 STREAM = StreamId("clicks", "all")
@@ -35,7 +35,7 @@ async def test_they_share_batches_and_each_has_its_token(tmp_path: Path) -> None
         events = await received(provider)
         assert [event.payload for event in events] == [b"%d" % number for number in range(MANY)]
         assert [event.token for event in events] == tokens
-        assert (await provider.adapter.bounds(0)).next == AT_LEAST + 1
+        assert (await provider.adapter.bounds(0)).next == MIN_PUBLISHES + 1
         assert provider.published_events == MANY
         statistics = await provider.adapter.statistics(0)
         assert statistics.events == MANY
@@ -146,7 +146,7 @@ class Store:
     def __init__(self) -> None:
         self.batches: list[EventBatch] = []
         self.answers: list[asyncio.Future[Any]] = []
-        self.refuses: InvalidArgument | None = None
+        self.refuses: Exception | None = None
 
     def __call__(self, batch: EventBatch) -> Awaitable[Any]:
         if self.refuses:
@@ -161,9 +161,9 @@ async def three(store: Store) -> list[asyncio.Future[SequenceToken]]:
     shared = SharedBatches(store, store.batches.append)
     assert shared.add(STREAM, b"first") is None
     answers = [shared.add(STREAM, b"%d" % number) for number in range(3)]
-    assert shared
+    assert shared.has_waiting
     await asyncio.sleep(0)
-    assert not shared
+    assert not shared.has_waiting
     return [answer for answer in answers if answer is not None]
 
 
@@ -178,11 +178,12 @@ async def test_each_publisher_gets_its_own_error() -> None:
     assert len(store.batches) == 1, "it counts as stored"
 
 
-async def test_a_refusal_reaches_all() -> None:
+@pytest.mark.parametrize("refusal", [InvalidArgument("no"), ZeroDivisionError("no")])
+async def test_a_refusal_reaches_all(refusal: Exception) -> None:
     store = Store()
-    store.refuses = InvalidArgument("no")
+    store.refuses = refusal
     for answer in await three(store):
-        with pytest.raises(InvalidArgument, match="no"):
+        with pytest.raises(type(refusal), match="no"):
             await answer
 
 

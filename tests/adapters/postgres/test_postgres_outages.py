@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
@@ -303,17 +304,32 @@ async def test_the_primary_is_found_among_several_hosts(own_server: PostgresServ
 
 
 def use_standby(url: str, name: str) -> None:
-    """Let commits wait for a synchronous standby; "": for none."""
+    """Let commits wait for a synchronous standby, or for none if `name` is empty. Return when they do."""
     ask(url, f"ALTER SYSTEM SET synchronous_standby_names = '{name}'")
     ask(url, "SELECT pg_reload_conf()")
+    while name and not commits_wait(url):
+        time.sleep(0.01)
 
 
-async def waiting_for_standby(url: str, call: Awaitable[object], besides: Sequence[int] = ()) -> int:
+def commits_wait(url: str) -> bool:
+    connection = psycopg.connect(url, autocommit=True)
+    try:
+        connection.pgconn.send_query(b"SELECT pg_logical_emit_message(true, 'probe', '')")
+        pid, event = connection.info.backend_pid, None
+        while event not in ("SyncRep", "ClientRead"):
+            ((event,),) = ask(url, "SELECT wait_event FROM pg_stat_activity WHERE pid = %s", pid)
+        ask(url, "SELECT pg_terminate_backend(%s)", pid)
+        return event == "SyncRep"
+    finally:
+        connection.close()
+
+
+async def waiting_for_standby(url: str, call: asyncio.Future[Any], besides: Sequence[int] = ()) -> int:
     """Return the process that waits for the standby, as soon as there is one. The call has no answer meanwhile."""
     found: list[int] = []
     while not found:
         await asyncio.sleep(0.01)
-        assert not (isinstance(call, asyncio.Future) and call.done()), "confirmed without the standby"
+        assert not call.done(), "confirmed without the standby"
         pids = ask(
             url, "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'headrace'"
         )
