@@ -46,9 +46,9 @@ class Capabilities:
     """The adapter cannot enqueue."""
     shows_progress: bool = False
     """`show_progress` tells the queue technology's own tools how far subscriptions are."""
-    shared_batches: bool = False
-    """Events of several callers may come as one batch. `enqueue` is atomic, a call takes its place in the order when it
-    is made and not when it is awaited, and the token of an event is its batch's offset and its index."""
+    shared_calls: bool = False
+    """Batches of several callers may come in one call of `enqueue`: a call is atomic, and takes its place in the order
+    when it is made, not when it is awaited."""
     time_resolution_us: int = 1
     """`offset_at` distinguishes times that differ by this many microseconds."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -28,7 +28,7 @@ from ..streams.publishing import (
 from ..streams.stream import Stream
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
-from .shared_batches import MIN_PUBLISHES, SharedBatches
+from .shared_calls import MIN_PUBLISHES, SharedCalls
 
 
 class EventPublisher(QueuePositions):
@@ -43,8 +43,8 @@ class EventPublisher(QueuePositions):
         self._can_delay = parts.adapter.capabilities.delay and not decorated
         self.publishing = PendingPublishes()
         self.codecs = Codecs(parts.options.codec)
-        shares = parts.adapter.capabilities.shared_batches
-        self._shared = SharedBatches(self._store_shared, self._count) if shares else None
+        shares = parts.adapter.capabilities.shared_calls
+        self._shared = SharedCalls(parts.adapter.enqueue) if shares else None
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
         """A handle on a stream, by namespace and key or by id."""
@@ -74,14 +74,11 @@ class EventPublisher(QueuePositions):
         number = self.publishing.begin()
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
-                shared = self._shared
+                batch, shared = EventBatch.of_payload(stream, events, trace), self._shared
                 if shared is not None and (shared.has_waiting or len(self.publishing) >= MIN_PUBLISHES):
-                    if trace:
-                        shared.flush()
-                    elif (answer := shared.add(stream, events)) is not None:
-                        return await answer
-                batch = EventBatch.of_payload(stream, events, trace)
-                receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
+                    receipts = (await shared.add(self.queue_of(stream), batch),)
+                else:
+                    receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
                 self.published_events += 1
                 self.published_bytes += len(batch.encoded)
             else:
@@ -90,7 +87,7 @@ class EventPublisher(QueuePositions):
                 batches = [(queue, batch) for batch in self._encode(stream, given, trace)]
                 self._flush_shared()
                 receipts = await self.adapter.enqueue(batches)
-                self._count_all(batches)
+                self._count(batches)
         except Exception as error:
             self.publishing.note_error(error)
             raise
@@ -146,7 +143,7 @@ class EventPublisher(QueuePositions):
         finally:
             self.publishing.end(number)
         if not (receipts and receipts[0].duplicate):
-            self._count_all(batches)
+            self._count(batches)
         return receipts
 
     async def last_sequence(self, producer: str) -> int:
@@ -173,12 +170,9 @@ class EventPublisher(QueuePositions):
         return answer
 
     def _flush_shared(self) -> None:
-        """Store the events that wait for others, so that the next ones come after them."""
+        """Store the events that wait for the end of the turn, so that the next ones come after them."""
         if self._shared is not None:
             self._shared.flush()
-
-    def _store_shared(self, batch: EventBatch) -> Awaitable[Sequence[Receipt]]:
-        return self.adapter.enqueue(((self.queue_of(batch.stream), batch),))
 
     def _note_answer(
         self, number: int, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]
@@ -190,7 +184,7 @@ class EventPublisher(QueuePositions):
             self.publishing.note_error(error)
             return
         if not any(receipt.duplicate for receipt in answer.result()):
-            self._count_all(placed)
+            self._count(placed)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event], trace: bytes = b"") -> list[EventBatch]:
         batches = encoded(stream, events, trace)
@@ -202,10 +196,7 @@ class EventPublisher(QueuePositions):
         if not (self._can_delay and priorities):
             check_schedules(batches, self.name, delay=self._can_delay, priority=priorities)
 
-    def _count_all(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
+    def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
         for _, batch in batches:
-            self._count(batch)
-
-    def _count(self, batch: EventBatch) -> None:
-        self.published_events += batch.count
-        self.published_bytes += len(batch.encoded)
+            self.published_events += batch.count
+            self.published_bytes += len(batch.encoded)

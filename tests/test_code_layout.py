@@ -29,7 +29,7 @@ OWN_TASKS = {
     "server/native_server.py": "one task for each call, which its connection ends",
     "silo/delays.py": "the caller's answer",
     "silo/event_publisher.py": "the caller's answer",
-    "silo/shared_batches.py": "the answers of its callers",
+    "silo/shared_calls.py": "the answers of its callers",
     "silo/in_process.py": "one task for each call",
     "silo/gateway.py": "awaited by its function",
     "silo/services/consumer_session.py": "awaited by its function",

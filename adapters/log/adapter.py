@@ -74,7 +74,7 @@ def _open(context: AdapterContext, options: LogOptions, wake: Path) -> LogEnviro
 class LogAdapter(QueueAdapter):
     """Durable queues in LMDB. Belongs to the event loop that opened it."""
 
-    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, shared_batches=True)
+    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, shared_calls=True)
 
     def __init__(self, environment: LogEnvironment, wake: Path, limits: LogLimits = LOG_LIMITS) -> None:
         self._limits = limits

@@ -71,7 +71,7 @@ def _open(place: DatabasePlace, context: AdapterContext, *, create: bool) -> Pro
 class PostgresAdapter(QueueAdapter):
     """Queues in tables of PostgreSQL. Belongs to the event loop that opened it."""
 
-    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, shared_batches=True)
+    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, shared_calls=True)
 
     def __init__(
         self, context: AdapterContext, options: PostgresOptions, place: DatabasePlace, provider: ProviderRow

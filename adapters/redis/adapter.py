@@ -52,14 +52,14 @@ class RedisAdapter(QueueAdapter):
         wait, timeout_s = options.when_unavailable == "wait", options.publish_timeout_s
         self._queues = [
             _Queue(
-                [
-                    RedisShard(
+                {
+                    chosen[index].name: RedisShard(
                         self._servers[index],
                         ShardKeys.of(options.prefix, f"{self._provider}.{queue}", chosen[index].name),
                         name=f"{self._provider}/{queue}/{chosen[index].name}",
                     )
                     for index in order
-                ],
+                },
                 wait=wait,
                 timeout_s=timeout_s,
             )
@@ -223,9 +223,11 @@ class RedisAdapter(QueueAdapter):
 class _Queue:
     """One queue, over its shards."""
 
-    def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
-        self.shards = shards
-        self.watches = watched(shards)
+    def __init__(self, shards: Mapping[str, RedisShard], *, wait: bool, timeout_s: float) -> None:
+        """`shards` are the parts of the queue, by the names of their servers."""
+        self._by_server = shards
+        self.shards = list(shards.values())
+        self.watches = watched(self.shards)
         self._pushers = [ShardPusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
         for pusher in self._pushers:
             pusher.share_with(self._pushers)
@@ -237,7 +239,7 @@ class _Queue:
         self._pusher().push(events, lambda outcome: call.note_outcome(indexes, outcome))
 
     async def push_once(self, events: Sequence[PushedEvent], sequence: ProducerSequence) -> Sequence[int | None]:
-        """Store events in the shard that belongs to this call of the producer, also when the call is repeated."""
+        """Store events in the producer's shard, also when the call is repeated."""
         shard, producer = self._home(sequence), hashed_name(sequence.producer)
         return await push_with_retries(
             lambda: shard.push(events, pusher=producer, number=sequence.number, remembered_s=KEPT_S),
@@ -251,8 +253,8 @@ class _Queue:
             await self._home(sequence).settle(hashed_name(sequence.producer), sequence.number)
 
     def _home(self, sequence: ProducerSequence) -> RedisShard:
-        by_name = {shard.name: shard for shard in self.shards}
-        return by_name[ranked(by_name, f"{sequence.producer} {sequence.number}")[0]]
+        """Return the shard at the server with the producer's ledger: another server that is away does not matter."""
+        return self._by_server[ranked(self._by_server, sequence.producer)[0]]
 
     def _pusher(self) -> ShardPusher:
         """Return the next pusher in turn whose server is not away."""

@@ -72,7 +72,8 @@ async def create_subscription(
     selector = definition.selector.pattern
     if not call.principal.allows_selector(Permission.MANAGE, selector):
         call.principal.require_selector(Permission.SUBSCRIBE, selector)
-    if definition.slow_consumer is SlowConsumer.THROTTLE and not sees_everything(call.principal):
+    rewindable = provider.adapter.capabilities.rewindable  # else all subscriptions throttle
+    if rewindable and definition.slow_consumer is SlowConsumer.THROTTLE and not sees_everything(call.principal):
         if await stored_definition(provider, definition.name) == definition:
             return False
         raise PermissionDenied(

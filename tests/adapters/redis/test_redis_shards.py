@@ -28,6 +28,7 @@ from headrace.adapters.conformance import (
 )
 from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, RedisQueue, ShardOptions
 from headrace.adapters.redis import open_adapter as open_redis
+from headrace.adapters.redis.keys import ranked
 from headrace.adapters.redis.limits import REDIS_LIMITS, RedisLimits
 from headrace.streams.publishing import ProducerSequence
 
@@ -266,6 +267,21 @@ async def test_a_producers_call_is_stored_once_whichever_shard_it_goes_to(two: l
             assert again.token == receipt.token
         assert len(await take(await opened.open_receiver(0), 8)) == 8
         assert (await opened.backlog(0, 0)).batches == 8
+
+
+async def test_a_producer_needs_only_the_server_with_its_ledger(two: list[RedisServer]) -> None:
+    """With the other one away, all its calls are stored."""
+    producers = [f"p{number}" for number in range(8)]
+    async with adapter(two, publish_timeout_s=20) as opened:
+        for producer in producers:
+            await opened.enqueue([(0, batch(producer))], sequence=ProducerSequence(producer, 1, 0))
+        await asyncio.to_thread(two[1].kill)
+        at_the_other = [each for each in producers if ranked(["a", "b"], each)[0] == "a"]
+        async with asyncio.timeout(15):
+            for producer in at_the_other:
+                for number in range(2, 12):
+                    await opened.enqueue([(0, batch("x"))], sequence=ProducerSequence(producer, number, number - 1))
+        assert 0 < len(at_the_other) < len(producers)
 
 
 async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Path) -> None:

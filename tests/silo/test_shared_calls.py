@@ -1,4 +1,4 @@
-"""Events that tasks publish to one stream at the same time: in few batches, in order, each with its own answer."""
+"""Events that tasks publish at the same time: in few calls, in order, each with its own batch and its own answer."""
 
 import asyncio
 import random
@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from headrace import Event, EventBatch, InvalidArgument, Provider, SequenceToken, Start, StorageError, StreamId
-from headrace.silo import shared_batches
-from headrace.silo.shared_batches import MIN_PUBLISHES, SharedBatches
+from headrace import (
+    Event,
+    EventBatch,
+    InvalidArgument,
+    Provider,
+    RetryPolicy,
+    SequenceToken,
+    Start,
+    StorageError,
+    StreamId,
+)
+from headrace.adapters import Receipt
+from headrace.silo import shared_calls
+from headrace.silo.shared_calls import SharedCalls
 from tests.random_examples import examples
 
 STREAM = StreamId("clicks", "all")
@@ -29,16 +40,31 @@ async def received(provider: Provider) -> Sequence[Event]:
     return events
 
 
-async def test_they_share_batches_and_each_has_its_token(tmp_path: Path) -> None:
+async def test_each_event_has_a_batch_of_its_own(tmp_path: Path) -> None:
     async with Provider.open(tmp_path, queues=1) as provider:
         tokens = await asyncio.gather(*(provider.publish(STREAM, b"%d" % number) for number in range(MANY)))
+        assert tokens == [SequenceToken(at) for at in range(MANY)]
         events = await received(provider)
         assert [event.payload for event in events] == [b"%d" % number for number in range(MANY)]
         assert [event.token for event in events] == tokens
-        assert (await provider.adapter.bounds(0)).next == MIN_PUBLISHES + 1
         assert provider.published_events == MANY
         statistics = await provider.adapter.statistics(0)
         assert statistics.events == MANY
+
+
+async def test_one_event_that_fails_takes_no_other_along(tmp_path: Path) -> None:
+    """A handler of batches fails with the whole batch."""
+
+    async def handle(batch: EventBatch) -> None:
+        if b"bad" in batch.payloads():
+            raise ValueError
+
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await asyncio.gather(*(provider.publish(STREAM, b"bad" if number == 50 else b"") for number in range(MANY)))
+        once = RetryPolicy(max_attempts=1)
+        reading = await provider.subscribe("all", "*/*", handle, batch=True, start=Start.earliest(), retry=once)
+        await reading.caught_up()
+        assert [letter.payload for letter in await provider.dead_letters("all")] == [b"bad"]
 
 
 async def test_each_stream_has_its_own(tmp_path: Path) -> None:
@@ -50,11 +76,6 @@ async def test_each_stream_has_its_own(tmp_path: Path) -> None:
         for stream in streams:
             expected = [payload for each, payload in published if each == stream]
             assert [event.payload for event in events if event.stream == stream] == expected
-
-
-async def test_one_publisher_has_batches_of_its_own(tmp_path: Path) -> None:
-    async with Provider.open(tmp_path, queues=1) as provider:
-        assert [await provider.publish(STREAM, b"x") for _ in range(20)] == [SequenceToken(at) for at in range(20)]
 
 
 async def test_the_order_of_all_ways_to_publish(tmp_path: Path) -> None:
@@ -110,7 +131,7 @@ async def published_at_random(provider: Provider, rng: random.Random) -> dict[St
     for _ in range(rng.randrange(1, 10)):
         for _ in range(rng.randrange(60)):
             way = rng.choice((0, 0, 0, 0, 0, 0, 1, 2, 3, 4))
-            size = rng.choice((10, 10, 10, shared_batches.MAX_BYTES // 2, shared_batches.MAX_BYTES + 1))
+            size = rng.choice((10, 10, 10, shared_calls.MAX_BYTES // 2, shared_calls.MAX_BYTES))
             payloads = [
                 f"{number + one} ".encode().ljust(size) for one in range(rng.randrange(1, 4) if 1 <= way < 4 else 1)
             ]
@@ -141,30 +162,38 @@ async def test_a_closed_provider_refuses_all(tmp_path: Path) -> None:
 
 
 class Store:
-    """Takes batches, and answers when the test wants it."""
+    """Takes calls, and answers when the test wants it."""
 
     def __init__(self) -> None:
-        self.batches: list[EventBatch] = []
+        self.calls: list[Sequence[tuple[int, EventBatch]]] = []
         self.answers: list[asyncio.Future[Any]] = []
         self.refuses: Exception | None = None
 
-    def __call__(self, batch: EventBatch) -> Awaitable[Any]:
+    def __call__(self, batches: Sequence[tuple[int, EventBatch]]) -> Awaitable[Any]:
         if self.refuses:
             raise self.refuses
-        self.batches.append(batch)
+        self.calls.append(batches)
         self.answers.append(asyncio.get_running_loop().create_future())
         return self.answers[-1]
 
 
-async def three(store: Store) -> list[asyncio.Future[SequenceToken]]:
-    """Publish three events that share a batch, after one by itself."""
-    shared = SharedBatches(store, store.batches.append)
-    assert shared.add(STREAM, b"first") is None
-    answers = [shared.add(STREAM, b"%d" % number) for number in range(3)]
+async def three(store: Store) -> list[asyncio.Future[Receipt]]:
+    """Publish three events that share a call."""
+    shared = SharedCalls(store)
+    answers = [shared.add(0, EventBatch.of(STREAM, [b"%d" % number])) for number in range(3)]
     assert shared.has_waiting
     await asyncio.sleep(0)
     assert not shared.has_waiting
-    return [answer for answer in answers if answer is not None]
+    return answers
+
+
+async def test_each_publisher_gets_its_own_receipt() -> None:
+    store = Store()
+    answers = await three(store)
+    receipts = [Receipt(SequenceToken(at)) for at in range(3)]
+    store.answers[0].set_result(receipts)
+    assert await asyncio.gather(*answers) == receipts
+    assert len(store.calls) == 1
 
 
 async def test_each_publisher_gets_its_own_error() -> None:
@@ -175,7 +204,6 @@ async def test_each_publisher_gets_its_own_error() -> None:
     errors = await asyncio.gather(answers[0], answers[2], return_exceptions=True)
     assert [str(error) for error in errors] == ["the disk is gone"] * 2
     assert errors[0] is not errors[1]
-    assert len(store.batches) == 1, "it counts as stored"
 
 
 @pytest.mark.parametrize("refusal", [InvalidArgument("no"), ZeroDivisionError("no")])
@@ -195,17 +223,18 @@ async def test_a_store_that_is_cancelled_cancels_all() -> None:
     assert all(answer.cancelled() for answer in answers)
 
 
-@pytest.mark.parametrize("size", [1, shared_batches.MAX_BYTES // 3, shared_batches.MAX_BYTES + 1])
-async def test_a_batch_has_limits(size: int) -> None:
+@pytest.mark.parametrize(("size", "calls"), [(1, 3), (shared_calls.MAX_BYTES // 3, 1001)])
+async def test_a_call_has_limits(size: int, calls: int) -> None:
     store = Store()
-    shared = SharedBatches(store, store.batches.append)
-    answers = [shared.add(STREAM, bytes(size)) for _ in range(2 * shared_batches.MAX_EVENTS + 1)]
+    shared = SharedCalls(store)
+    for _ in range(2 * shared_calls.MAX_BATCHES + 1):
+        shared.add(0, EventBatch.of(STREAM, [bytes(size)]))
     shared.flush()
-    assert sum(batch.count for batch in store.batches) == sum(answer is not None for answer in answers)
-    for batch in store.batches:
-        assert batch.count <= shared_batches.MAX_EVENTS
-        assert sum(batch.sizes()) <= shared_batches.MAX_BYTES
-    assert len(store.batches) == {1: 2, shared_batches.MAX_BYTES // 3: 667, shared_batches.MAX_BYTES + 1: 0}[size]
+    assert sum(map(len, store.calls)) == 2 * shared_calls.MAX_BATCHES + 1
+    for call in store.calls:
+        assert len(call) <= shared_calls.MAX_BATCHES
+        assert sum(len(batch.encoded) for _, batch in call) <= shared_calls.MAX_BYTES
+    assert len(store.calls) == calls
     for answer in store.answers:
         answer.cancel()
     await asyncio.sleep(0)
