@@ -227,7 +227,7 @@ def test_a_run_that_the_log_of_a_silo_has_forgotten_is_known_by_its_addresses(
     path.write_text(json.dumps(noted | {"producer": "forgotten", "done": noted["next"]}))
     (tmp_path / "f").write_bytes(b"1\n2\n3\n")
     refused = headrace(*publish, f"{silo.address},127.0.0.1:1").refused(1)
-    assert "published the lines up to 2, but the queue does not know it: " in refused
+    assert "published the lines up to 2, but the queue does not know that run " in refused
     assert events_of(silo) == [b"1", b"2"]
 
 

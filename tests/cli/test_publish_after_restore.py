@@ -77,7 +77,7 @@ def test_a_silo_that_lost_all_lines_is_not_taken_for_one_that_has_them(
     refused = headrace(*publish).refused(1)
 
     assert refused.startswith("f: an earlier run published the lines up to 3, perhaps 5, but the queue does not")
-    assert refused.endswith("publish a copy of the file, or only its other lines as another file")
+    assert refused.endswith("then publish the missing lines as another file")
     (progress,) = state.glob("*.json")
     progress.unlink()
     assert headrace(*publish).code == 0

@@ -494,7 +494,7 @@ async def test_an_acknowledged_dead_letter_is_confirmed_only_when_the_store_can_
             await rest(5)
             assert not consumer.inbox
             assert consumer.confirmed[0].number < 9
-        await rest(2)
+        await rest(20)
         assert consumer.confirmed[0].number == 9
         assert not await built.store.dead_letters(PROVIDER)
         assert not consumer.inbox
