@@ -136,8 +136,8 @@ class SyncPulled(Sequence[SyncBatch]):
 class BatchHandover:
     """One call that takes a batch: the client's thread sets `batch`, and the caller sets `returned` or `interrupted`.
 
-    Python runs signal handlers between two calls, but not between an assignment and the `return` after it. So an
-    exception of a handler never comes between `returned` and the caller.
+    CPython runs signal handlers only at calls and backward jumps. There is neither between the assignment of `returned`
+    and the `return` after it, so no exception of a handler comes between the two.
     """
 
     __slots__ = ("batch", "interrupted", "returned", "task")

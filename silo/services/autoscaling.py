@@ -117,14 +117,14 @@ class ExternalScaler:
         NotSupported for such a token if the queues cannot be read twice.
         """
         principal, provider, definition = await self._subscription(target)
-        found, adapter = 0, provider.adapter
-        if not sees_everything(principal) and not adapter.capabilities.rewindable:
+        found, adapter, sees_all = 0, provider.adapter, sees_everything(principal)
+        if not sees_all and not adapter.capabilities.rewindable:
             raise NotSupported(
                 f"the queues of provider {provider.name!r} tell only the lag of all clients together: give the trigger "
                 "a token that may subscribe to or manage */*"
             )
         for queue, position in (await positions_of(provider, definition)).items():
-            if not sees_everything(principal):
+            if not sees_all:
                 found += await selected_events(adapter, queue, position, definition.selector)
                 continue
             backlog = await adapter.backlog(queue, position)
