@@ -38,16 +38,16 @@ FEW         ?= --numprocesses 3 --dist load
 # The same order and the same random numbers each time.
 GATE        ?= --randomly-seed=1
 # A test that fails beside the others, and not alone, fails the run no more; it is still a bug.
-AGAIN       ?= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest --last-failed --last-failed-no-failures=none --maxfail=5 -v $(GATE) -m "not slow"
+AGAIN       ?= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest --last-failed --last-failed-no-failures=none --maxfail=5 -v $(GATE) -m "$(CHOSEN)"
 SIM_ARGS    ?=
 HEADRACE_TESTS_IN_MEMORY ?= 1
 
-.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel wheels clean
+.PHONY: help test tests-after-lint lint types pytest long quick quick-types quick-tests slow fuzz chaos sim demo bench dev docs docs-build format generate baseline wheel wheels clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: $(STAMPS)/test $(TREE) ## lint, types, and the tests against the built and installed wheel, but the slow ones
+test: $(STAMPS)/test $(TREE) ## lint, types, and the tests against the built and installed wheel, but the long and the slow ones
 	# Beside: pyright takes one core for a minute, and the lint and the compilation of the tests another one.
 	$(MAKE) --jobs=2 BESIDE=1 types tests-after-lint
 
@@ -65,10 +65,14 @@ lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, plain English, a
 types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-pytest: $(STAMPS)/test $(STAMPS)/compiled ## the tests alone; PYTEST_ARGS chooses
+pytest: CHOSEN = not slow and not long and not second_way
+pytest: ## the tests of make test alone; PYTEST_ARGS chooses
+long: CHOSEN = (long or second_way) and not slow
+long: ## the longer tests of whole programs, and those that repeat a test over two silos, gRPC or PostgreSQL; PYTEST_ARGS chooses
+pytest long: $(STAMPS)/test $(STAMPS)/compiled
 	# A process finds the tests compiled that another one has compiled.
 	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 HEADRACE_TESTS_IN_MEMORY=$(HEADRACE_TESTS_IN_MEMORY) \
-	  $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS) || \
+	  $(BIN)/pytest $(PROCESSES) $(GATE) -m "$(CHOSEN)" $(PYTEST_ARGS) || \
 	  { test $$? = 1 && echo "Failed tests once more, one after the other:" && $(AGAIN); }
 
 quick: ## after make dev: lint, types and tests of one folder, but the random ones and second ways, as in make quick FOLDER=balancer
@@ -84,7 +88,7 @@ quick-tests:
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.plain_english
 	# Compiled files are kept: the tests and their packages take ten seconds of each process to compile.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(FEW) -m "not slow and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(FEW) -m "not slow and not long and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
 	# Two processes: one of them waits for twenty minutes for an alert of Prometheus.

@@ -4,6 +4,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "adapters", "agents", "balancer", "benchmarks", "cli", "client", "effects", "frameworks", "front_door", "pipeline",
@@ -19,6 +21,7 @@ VAGUE = {
 """Words that say too little without their module. `ServiceCall` says more than `Call`."""
 
 
+@pytest.mark.long
 def test_no_two_public_classes_share_a_name_and_none_is_vague() -> None:
     files = defaultdict[str, list[str]](list)
     for folder in FOLDERS:

@@ -34,6 +34,7 @@ def batch_of(key: str, events: int, nbytes: int = 1) -> EventBatch:
     return EventBatch.of(StreamId("n", key), [bytes(nbytes)] * events)
 
 
+@pytest.mark.long
 async def test_the_log_reaches_as_far_as_reading_it_does(tmp_path: Path):
     chance = random.Random(5)
     adapter = await log(tmp_path)

@@ -354,6 +354,7 @@ async def test_many_stuck_streams_hold_no_more_than_the_budget() -> None:
     assert len(stuck.seen) == len(other.seen) == 60
 
 
+@pytest.mark.long
 @virtual_time
 async def test_streams_that_get_stuck_where_their_catch_up_ends_hold_no_more_than_the_cache() -> None:
     """First in the main cache, then, each in a catch-up of its own, in one of the last batches that this brings."""
@@ -493,6 +494,7 @@ async def test_events_that_are_gone_below_the_position_are_one_gap() -> None:
         assert bench.gaps == [("one", Gap(105, 280, "dropped"))]
 
 
+@pytest.mark.long
 @virtual_time
 async def test_a_consumer_that_hangs_for_hours_takes_no_more_memory() -> None:
     recorder = Recorder()

@@ -149,6 +149,7 @@ async def test_events_that_the_subscription_does_not_select_move_its_stored_posi
         assert await silo.store.checkpoints(PROVIDER, "one") == {0: Checkpoint(1)}
 
 
+@pytest.mark.long
 @virtual_time
 async def test_while_a_handler_runs_the_events_that_it_has_finished_are_stored() -> None:
     async with host() as silo:

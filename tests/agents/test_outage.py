@@ -146,6 +146,7 @@ async def test_poison_is_given_up_on_after_an_outage_and_nothing_else(max_attemp
         assert len(database.stored) == 100 + 1000 - len(given_up)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fine", "bad"), [(7, 6), (45, 40), (4000, 100)])
 @pytest.mark.parametrize("outage_s", [5.0, HOUR_S])
 @virtual_time
@@ -362,6 +363,7 @@ class Service:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 @virtual_time
 async def test_remote_consumers_survive_an_outage() -> None:
     poison = keys(1000)[::50]

@@ -17,6 +17,7 @@ NAMES = [name for name in KINDS if name != "arq"]
 TIMED = ("RedisQueue", "provider", "redis-py, recipe")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(name, marks=[] if name == "provider" else [pytest.mark.slow]) for name in NAMES],
@@ -44,6 +45,7 @@ def test_events_come_after_their_delays(kind: str):
     assert set(result.cpu_s) == {"producer", "consumer", "server"}
 
 
+@pytest.mark.long
 def test_events_delayed_together_take_less():
     apart, together = (delayed("provider", events=2000, batch=100, apart=apart).rss_bytes for apart in (True, False))
     assert 100 * 2000 < together < apart
@@ -58,6 +60,7 @@ def test_lateness_is_that_of_the_time_while_as_much_is_pushed_as_comes_due():
     assert found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
 
 
+@pytest.mark.long
 def test_tables_have_a_row_for_each_case():
     result = measured("RedisQueue")
     found = Rounds([dict.fromkeys(delays.due_cases(100, 1.0, NAMES), result)])

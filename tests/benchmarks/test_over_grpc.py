@@ -8,6 +8,7 @@ from benchmarks.peers import PEERS
 from benchmarks.suite import sections
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("consumers", "remote_publisher"),
     [pytest.param(1, False, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow), (1, True)],
@@ -20,6 +21,7 @@ def test_everything_that_is_published_is_consumed_over_grpc(consumers: int, remo
     assert set(result.cpu_s) == set(result.peak_rss_bytes) == {"consumer", "producer", "server"}
 
 
+@pytest.mark.long
 def test_publishing_over_grpc_is_measured_in_the_producer_and_the_silo():
     assert set(grpc_sections.publish_remotely(events=5_000, size=100, batch=1_000).cpu_s) == {"producer", "server"}
 
@@ -33,6 +35,7 @@ def test_latency_over_grpc_is_that_of_a_steady_rate(remote_publisher: bool):
     assert 0 < result.latency.p50_ms <= result.latency.p99_ms
 
 
+@pytest.mark.long
 def test_every_subscription_gets_the_whole_backlog():
     result = grpc_sections.fan_out(events=5_000, size=100, batch=1_000, subscriptions=3)
     assert set(result.cpu_s) == {"consumers", "server"}

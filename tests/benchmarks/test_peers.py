@@ -15,6 +15,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_publishing_is_measured_in_the_producer_and_the_server(name: str):
     result = PEERS[name].publish(events=2_500, size=100, batch=1_000)
@@ -23,12 +24,14 @@ def test_publishing_is_measured_in_the_producer_and_the_server(name: str):
     assert result.seconds > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_that_is_published_is_consumed(name: str):
     result = PEERS[name].end_to_end(events=2_500, size=100, batch=1_000)
     assert set(result.cpu_s) == {"producer", "consumer", "server"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_latency_is_that_of_a_steady_rate(name: str):
     result = PEERS[name].latency(rate=1_000, seconds=0.5, size=64)

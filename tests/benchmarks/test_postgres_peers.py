@@ -8,6 +8,7 @@ from benchmarks.peers.postgres import COPY_ROWS, OURS, PGMQ
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("peer", [OURS, pytest.param(COPY_ROWS, marks=SLOW), pytest.param(PGMQ, marks=SLOW)])
 def test_everything_that_is_published_is_consumed(peer: Peer):
     result = peer.end_to_end(events=2_500, size=100, batch=1_000)

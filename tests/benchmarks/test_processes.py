@@ -21,6 +21,7 @@ def test_a_case_runs_in_a_process_of_its_own():
     assert found["peak_rss_bytes"] > 1_000_000
 
 
+@pytest.mark.long
 def test_only_the_time_between_gate_and_done_is_measured():
     found = run("cases:burn", {"before_s": 0.5, "measured_s": 0.1, "after_s": 0.5})
     assert 0.1 <= found["cpu_s"] < 0.5

@@ -14,6 +14,7 @@ ROUND = 50
 PEERS = ("Redis", "NATS")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

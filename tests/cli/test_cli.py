@@ -225,6 +225,7 @@ def test_a_foreign_directory_is_refused_by_every_command(tmp_path: Path, headrac
     assert [entry.name for entry in (tmp_path / "thesis").iterdir()] == ["chapter"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["providers/default/log/data.mdb", "control.db", "headrace.json"])
 def test_a_damaged_directory_is_refused_with_one_line(damage: str, tmp_path: Path, headrace: Headrace):
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n2\n")
@@ -285,6 +286,7 @@ def test_exit_code_and_message_of_an_error(error: BaseException, code: int | Non
     assert message(error).startswith(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "imported", ["click.globals", "click", "headrace.cli.main", "asyncio", "sqlalchemy", "headrace.silo.provider"]
 )

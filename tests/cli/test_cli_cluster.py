@@ -84,6 +84,7 @@ def _data(pair: list[SiloOfCluster]) -> str:
     return match[1]
 
 
+@pytest.mark.long
 def test_a_drained_silo_gives_its_queues_away_until_it_is_undrained(pair: list[SiloOfCluster], headrace: Headrace):
     evenly(pair[0])
     at = ["--server", pair[0].address]
@@ -98,6 +99,7 @@ def test_a_drained_silo_gives_its_queues_away_until_it_is_undrained(pair: list[S
     evenly(pair[0])
 
 
+@pytest.mark.long
 def test_draining_the_last_silo_reports_queues_without_an_owner(pair: list[SiloOfCluster], headrace: Headrace):
     evenly(pair[0])
     says = "headrace: no silo is left to serve the queues of provider 'default': undrain one, or start another\n"
@@ -114,6 +116,7 @@ def test_draining_the_last_silo_reports_queues_without_an_owner(pair: list[SiloO
             evenly(asked)
 
 
+@pytest.mark.long
 def test_stopped_agents_are_stopped_wherever_the_queue_is(pair: list[SiloOfCluster], headrace: Headrace):
     evenly(pair[0])
     at = ["--server", pair[1].address]
@@ -161,6 +164,7 @@ def test_it_needs_a_silo(headrace: Headrace):
     assert "Got unexpected extra arguments (drain b)" in headrace("cluster", "--server", "h:1", "drain", "b").refused(2)
 
 
+@pytest.mark.long
 def test_silos_that_do_not_answer_and_dead_ones_are_shown(tmp_path: Path, headrace: Headrace):
     with silos(tmp_path, "ab") as (asked, other):
         evenly(asked)
@@ -191,6 +195,7 @@ def test_a_name_that_another_process_has_is_refused(pair: list[SiloOfCluster], h
     )
 
 
+@pytest.mark.long
 def test_a_name_that_a_process_of_this_machine_has_is_refused_on_postgresql(
     tmp_path: Path, postgres_url: str, headrace: Headrace
 ):
@@ -200,6 +205,7 @@ def test_a_name_that_a_process_of_this_machine_has_is_refused_on_postgresql(
         assert older.talking.process.poll() is None
 
 
+@pytest.mark.long
 def test_of_two_with_a_name_on_two_machines_the_older_one_ends(tmp_path: Path, postgres_url: str):
     with silos(tmp_path, "a", store=postgres_url) as (older,):
         (tmp_path / "data" / "locks" / ".silos" / "a.lock").unlink()  # as on another machine
@@ -255,6 +261,7 @@ def test_a_silo_without_a_cluster_does_not_join_the_data_of_one(tmp_path: Path, 
         assert "data' is used by a cluster (silo 'a'): add [cluster]" in refused
 
 
+@pytest.mark.long
 def test_different_settings_and_queues_without_an_owner_are_shown(tmp_path: Path, headrace: Headrace):
     kept = ", ".join(f'{queue} = "{silo}"' for queue, silo in enumerate("aaaabbbc"))
     mapping = f'balancer = "static"\nmapping = {{{kept}}}\n'

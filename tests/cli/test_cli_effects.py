@@ -6,12 +6,14 @@ from contextlib import closing
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from tests.cli.commandline import Headrace, Start, ended
 
 ROW = "INSERT INTO headrace_position VALUES ('here', 'billing', 'orders/42', 1, 0, 7, 0, 0, 1, 1, {}, 1, NULL)"
 
 
+@pytest.mark.long
 def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
     for url in ("sqlite:///user.db", postgres_url):
         assert headrace("effects", "migrate", url, "--json").json == {"version": 2, "changed": True}
@@ -19,6 +21,7 @@ def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
         assert headrace("effects", "list", url, "--json").json == []
 
 
+@pytest.mark.long
 def test_a_database_in_memory_is_refused(headrace: Headrace):
     for url in ("sqlite://", "sqlite:///:memory:", "sqlite+aiosqlite://", "sqlite:///file:a?mode=memory&uri=true"):
         for command in ("migrate", "list"):
@@ -27,6 +30,7 @@ def test_a_database_in_memory_is_refused(headrace: Headrace):
     assert headrace("effects", "migrate", "sqlite:///a:memory:b.db").code == 0
 
 
+@pytest.mark.long
 def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_path: Path, postgres_url: str):
     with closing(sqlite3.connect(tmp_path / "user.db")) as connection:
         connection.executescript(headrace("effects", "ddl", "--dialect", "sqlite").out)
@@ -55,6 +59,7 @@ def test_missing_tables_wrong_urls_and_newer_tables_are_one_line(headrace: Headr
     assert "upgrade headrace" in headrace("effects", "migrate", "sqlite:///user.db").err
 
 
+@pytest.mark.long
 def test_a_state_that_no_handler_would_see_is_refused_or_noted(headrace: Headrace, tmp_path: Path):
     at = ("--database", "sqlite:///user.db")
     headrace("effects", "migrate", "sqlite:///user.db")
@@ -136,6 +141,7 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
         assert connection.execute("SELECT COUNT(*) FROM headrace_unapplied").fetchone() == (1,)  # changed just now
 
 
+@pytest.mark.long
 def test_a_missing_driver_is_named_with_its_extra(start: Start):
     hidden = "import sys; sys.modules['psycopg'] = None; from headrace.cli.main import main; sys.exit(main())"
     for url in ("postgresql://127.0.0.1:1/x", "postgresql+psycopg://127.0.0.1:1/x"):

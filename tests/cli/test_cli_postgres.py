@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from tests.cli.commandline import Headrace
 
 
+@pytest.mark.long
 def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
     missing = headrace("postgres", "list", postgres_url)
     assert (missing.code, missing.err.count("\n")) == (2, 1)
@@ -22,6 +24,7 @@ def test_the_printed_statements_create_the_same_tables(headrace: Headrace, postg
     assert headrace("postgres", "migrate", postgres_url, "--json").json == {"version": 1, "changed": False}
 
 
+@pytest.mark.long
 def test_commands_work_on_queues_in_postgres(headrace: Headrace, postgres_url: str, tmp_path: Path):
     (tmp_path / "lines").write_text("a\nb\n")
     place = ("--data", "d", "--adapter", "postgres", "--queues", "2", "--option", f"url={postgres_url}")

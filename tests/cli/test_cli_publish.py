@@ -45,6 +45,7 @@ def count(headrace: Headrace) -> int:
     return sum(stream["events"] for stream in headrace("streams", "--data", "d", "--json").json)
 
 
+@pytest.mark.long
 def test_each_line_goes_to_the_stream_of_its_key(headrace: Headrace):
     lines = [order(1, "ann"), order(2, "bob"), order(3, "ann"), b'{"who": 7, "n":4}\r\n', b"\n", b'{"who":"bob"}']
     result = headrace("publish", *BY_KEY, "--json", stdin=b"".join(lines)).json
@@ -83,6 +84,7 @@ def test_ids_and_times_come_from_fields(headrace: Headrace):
     ]
 
 
+@pytest.mark.long
 def test_a_malformed_line_is_named_and_after_mending_nothing_is_doubled(tmp_path: Path, headrace: Headrace):
     good = [order(n) for n in range(1, 3001)]
     write(tmp_path / "orders.jsonl", *good[:1999], b'{"n": 2000, "who":\n', *good[2000:])
@@ -235,6 +237,7 @@ def test_forms_that_do_not_fit_are_refused(options: dict[str, str], reason: str)
         LineFormat(**({"format": "json"} | options))
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path: Path, headrace: Headrace):
     lines = [order(n, text="x" * 500) for n in range(8000)]
     write(tmp_path / "orders.jsonl", *lines)
@@ -261,6 +264,7 @@ def test_publishing_a_file_twice_at_once_is_refused(tmp_path: Path, headrace: He
     assert headrace("publish", *BY_KEY, "a.jsonl").code == 0
 
 
+@pytest.mark.long
 def test_interrupted_it_stops_between_two_calls_and_goes_on(tmp_path: Path, headrace: Headrace, start: Start):
     write(tmp_path / "a.jsonl", *(order(n, text="x" * 200) for n in range(80_000)))
     process = start("publish", *BY_KEY, "a.jsonl")

@@ -70,6 +70,7 @@ async def test_text_is_one_line_per_event(provider: Provider, headrace: Headrace
     assert headrace(*STORED).out == "shop/log 0 one\nshop/log 0.1 two\\nlines\\r\nshop/log 0.2 \\xff\n"
 
 
+@pytest.mark.long
 async def test_several_filters_pass_only_events_that_all_accept(provider: Provider, headrace: Headrace):
     def event(kind: str, **fields: Any) -> Event:
         return Event(json.dumps(fields).encode(), headers={"kind": kind})
@@ -98,6 +99,7 @@ async def test_several_filters_pass_only_events_that_all_accept(provider: Provid
     assert passing("field:who=") == []
 
 
+@pytest.mark.long
 def test_only_selected_events_are_printed(headrace: Headrace):
     publish(headrace, 1, stream="shop/a")
     publish(headrace, 2, stream="shop/b")
@@ -107,6 +109,7 @@ def test_only_selected_events_are_printed(headrace: Headrace):
         assert sorted(numbers(ran)) == expected
 
 
+@pytest.mark.long
 def test_it_starts_where_it_is_told_to(headrace: Headrace):
     publish(headrace, 1, 2, 3)
     publish(headrace, 4)
@@ -119,6 +122,7 @@ def test_it_starts_where_it_is_told_to(headrace: Headrace):
     assert numbers(headrace(*one, "2101-01-01T00:00:00Z")) == []
 
 
+@pytest.mark.long
 def test_a_named_subscription_goes_on_where_it_was(headrace: Headrace):
     publish(headrace, *range(10))
     named = [*EARLIEST, "--name", "printer", "--format", "raw"]
@@ -131,6 +135,7 @@ def test_a_named_subscription_goes_on_where_it_was(headrace: Headrace):
     assert names(headrace) == ["printer"]
 
 
+@pytest.mark.long
 def test_a_limit_over_many_streams_leaves_all_others_undone(headrace: Headrace):
     lines = b"".join(b'{"k":"%d","n":%d}\n' % (n % 37, n) for n in range(500))
     headrace("publish", "--data", "d", "--namespace", "shop", "--key-field", "k", stdin=lines)
@@ -148,6 +153,7 @@ def test_a_limit_over_many_streams_leaves_all_others_undone(headrace: Headrace):
         assert of_stream == sorted(of_stream)
 
 
+@pytest.mark.long
 def test_a_name_keeps_its_start_and_refuses_another(headrace: Headrace):
     publish(headrace, 1)
     assert numbers(headrace(*EARLIEST, "--name", "printer", "--format", "raw", "--no-follow")) == [1]
@@ -168,6 +174,7 @@ def test_without_a_name_nothing_is_kept(headrace: Headrace):
     assert names(headrace) == []
 
 
+@pytest.mark.long
 def test_remains_of_a_killed_process_are_forgotten(headrace: Headrace, start: Start):
     publish(headrace, 1)
     process = start(*EARLIEST, "--format", "raw")

@@ -49,6 +49,7 @@ def lines(count: int) -> bytes:
 # ---- where -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -91,6 +92,7 @@ def test_an_unknown_provider_is_one_line(headrace: Headrace, silo: SiloProcess):
     assert ran.refused(1) == "this silo has no provider 'other': name one of its configuration"
 
 
+@pytest.mark.long
 def test_a_token_is_needed_and_taken_from_the_variable(headrace: Headrace, silos: Silos):
     made = headrace("tokens", "create", "t", "--data", "d", "--publish", "n").out.strip()
     silo = silos("--auth", "tokens")
@@ -135,6 +137,7 @@ def test_a_file_is_published(headrace: Headrace, silo: SiloProcess, tmp_path: Pa
     assert events_of(silo) == [b"%d" % number for number in range(20_000)] + [b"last"]
 
 
+@pytest.mark.long
 def test_every_line_may_go_to_another_stream(headrace: Headrace, silo: SiloProcess, tmp_path: Path):
     (tmp_path / "f").write_bytes(b"".join(b'{"k":%d}\n' % number for number in range(20_000)))
     form = ["--namespace", "n", "--key-field", "k"]
@@ -143,6 +146,7 @@ def test_every_line_may_go_to_another_stream(headrace: Headrace, silo: SiloProce
     assert len(asyncio.run(stored(silo.data))) == 20_000
 
 
+@pytest.mark.long
 def test_after_mending_a_line_nothing_is_doubled(headrace: Headrace, silo: SiloProcess, tmp_path: Path):
     file = tmp_path / "f"
     publish = ("publish", "--server", silo.address, "--stream", "n/k", "f")
@@ -159,6 +163,7 @@ def test_after_mending_a_line_nothing_is_doubled(headrace: Headrace, silo: SiloP
     assert events_of(silo) == [b"1", b"2", b"3", b"4", b"1", b"2", b"1", b"5"]
 
 
+@pytest.mark.long
 def test_a_killed_publisher_and_a_killed_silo_publish_every_line_once(
     headrace: Headrace, start: StartProcess, silo: SiloProcess, tmp_path: Path, state: Path
 ):
@@ -179,6 +184,7 @@ def test_a_killed_publisher_and_a_killed_silo_publish_every_line_once(
     assert events_of(silo) == [b"%d" % number for number in range(60_000)]
 
 
+@pytest.mark.long
 def test_by_other_addresses_of_the_same_cluster_it_goes_on(headrace: Headrace, tmp_path: Path, state: Path):
     file = tmp_path / "f"
     with cluster_of(tmp_path, "ab") as (a, b):
@@ -199,6 +205,7 @@ def test_by_other_addresses_of_the_same_cluster_it_goes_on(headrace: Headrace, t
     assert asyncio.run(stored(tmp_path / "data"))[S] == [b"0", b"1", b"2", b"3"]
 
 
+@pytest.mark.long
 def test_another_cluster_gets_the_whole_file(headrace: Headrace, silos: Silos, tmp_path: Path, state: Path):
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -330,6 +337,7 @@ def test_a_silo_answers_as_a_data_directory(
         assert (command, run(*command.split(), "--server", silo.address)) == (command, on_data)
 
 
+@pytest.mark.long
 def test_subscriptions_are_changed_on_a_silo(headrace: Headrace, silo: SiloProcess):
     at = ["--server", silo.address]
     assert headrace("subscriptions", "create", "s", "n/*", *at).err == "headrace: subscription 's' is created\n"
@@ -343,6 +351,7 @@ def test_subscriptions_are_changed_on_a_silo(headrace: Headrace, silo: SiloProce
     assert headrace("subscriptions", "list", *at, "--json").json == []
 
 
+@pytest.mark.long
 def test_dead_letters_are_changed_on_a_silo(headrace: Headrace, silo: SiloProcess):
     silo.stop()
     asyncio.run(leave_behind(silo.data))

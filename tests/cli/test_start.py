@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+import pytest
+
 from headrace.cli.commands.pipeline import JOBS
 from headrace.cli.main import COMMANDS
 from tests.cli.commandline import ENVIRONMENT, Headrace
@@ -54,6 +56,7 @@ def test_the_work_of_a_command_imports_it() -> None:
     assert "sqlalchemy" in imported([["effects", "ddl"]])["effects ddl"]
 
 
+@pytest.mark.long
 def test_a_report_about_a_data_directory_imports_no_grpc_and_no_dialect_of_postgresql(
     headrace: Headrace, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def next_line(process: Process) -> bytes:
     return process.stdout.readline()
 
 
+@pytest.mark.long
 def test_output_is_the_same_as_from_a_data_directory(headrace: Headrace, silo: SiloProcess, subscribe: Headrace):
     with SyncClient(silo.address) as client:
         events = [Event(b"0", timestamp_us=0), Event("ü\n".encode(), headers={"a": "b"}, id="i", timestamp_us=1)]
@@ -107,6 +108,7 @@ def test_a_signal_ends_it_in_order(number: signal.Signals, code: int, silo: Silo
     assert names(silo) == []
 
 
+@pytest.mark.long
 def test_restarts_of_the_silo_go_unnoticed(silo: SiloProcess, start: Start, headrace: Headrace):
     following = ("subscribe", "--server", silo.address, "shop/*", "--name", "s", "--format", "raw")
     process = start(*following, "--from", "earliest")
@@ -168,6 +170,7 @@ def test_it_ends_when_its_subscription_is_taken_away(silo: SiloProcess, start: S
     assert (ran.code, "'s'" in ran.err) == (1, True)
 
 
+@pytest.mark.long
 def test_caller_that_may_only_subscribe_leaves_nothing_behind(headrace: Headrace, silos: Silos):
     made = headrace("tokens", "create", "t", "--data", "d", "--subscribe", "shop", "--publish", "shop").out.strip()
     silo = silos("--auth", "tokens")

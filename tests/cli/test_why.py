@@ -60,6 +60,7 @@ async def test_gaps_of_broadcast_consumers_are_named(tmp_path: Path, present: li
     assert found.causes[0].code == "retained_away"
 
 
+@pytest.mark.long
 def test_a_silo_that_does_not_answer_and_a_stopped_agent_are_named(tmp_path: Path, headrace: Headrace) -> None:
     with silos(tmp_path, "ab") as (asked, other):
         evenly(asked)

@@ -79,6 +79,7 @@ def test_the_workers_are_a_cluster_in_which_one_that_dies_comes_back(supervisor:
         assert f"{name} headrace.silo: silo has stopped: its progress is saved" in supervisor.said[said:]
 
 
+@pytest.mark.long
 def test_without_their_supervisor_they_stop_in_order(supervisor: Talking):
     workers = pids(supervisor).values()
     supervisor.process.kill()
@@ -98,6 +99,7 @@ with open("children", "a") as file:
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_died_comes_back_while_a_process_that_it_forked_lives_on(tmp_path: Path):
     (tmp_path / "handlers.py").write_text(FORKING)
     (tmp_path / "silo.toml").write_text('[cluster]\nname = "w"\nmaturity_s = 0.2\nperiod_s = 0.1\n')
@@ -117,6 +119,7 @@ def test_a_worker_that_died_comes_back_while_a_process_that_it_forked_lives_on(t
         supervisor.clean_up()
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_all_at_once(tmp_path: Path, headrace: Headrace):
     (tmp_path / "handlers.py").write_text(MODULE)
     assert headrace("publish", "--data", "data", "--stream", "shop/1", stdin=b"1\n").code == 0
@@ -143,6 +146,7 @@ def test_ports_of_workers_that_overlap_are_refused():
     assert len(configurations(close, 1)) == 1
 
 
+@pytest.mark.long
 def test_reason_that_workers_cannot_start_is_printed_once(headrace: Headrace):
     refused = headrace(*SILO, "--module", "nowhere").refused(2)
     assert refused == "module 'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
@@ -152,6 +156,7 @@ def test_reason_that_workers_cannot_start_is_printed_once(headrace: Headrace):
     assert refused.startswith(f"127.0.0.1:{port} is in use by another process")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

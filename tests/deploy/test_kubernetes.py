@@ -47,6 +47,7 @@ def variables_of_a_pod(container: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_manifests_are_valid(kubectl: str, variant: str):
     manifests = rendered(kubectl, variant)

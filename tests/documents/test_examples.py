@@ -39,6 +39,7 @@ def configuration(block: CodeBlock, folder: Path) -> Mapping[str, object]:
     return tomllib.loads(block.text)
 
 
+@pytest.mark.long
 def test_the_commands_of_the_pages_about_tokens(tmp_path: Path):
     with Follower(tmp_path, {"DIR": "data"}) as follower:
         follower.follow(console(PUBLISH))
@@ -52,6 +53,7 @@ def test_the_commands_of_the_pages_about_tokens(tmp_path: Path):
     assert "operator" in listed
 
 
+@pytest.mark.long
 def test_a_silo_with_a_certificate_takes_a_client_with_a_token(tmp_path: Path):
     certificate, setting, create, program, *_ = code_blocks("docs/security.md")
     (port,) = free_ports(1)
@@ -153,6 +155,7 @@ order = Order(id=42)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("containing", "begin"),
     [

@@ -66,6 +66,7 @@ async def test_a_deadlock_runs_the_handler_again(kind: str, schema_url: Callable
 # ---- statements that are not sent ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
 async def test_a_statement_with_too_many_parameters_is_no_outage(kind: str, schema_url: Callable[[], str]):
     """Libpq refuses it, with an error that has no SQLSTATE."""
@@ -84,6 +85,7 @@ async def test_a_statement_with_too_many_parameters_is_no_outage(kind: str, sche
 # ---- backends that end -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["psycopg-async", "asyncpg"])
 @pytest.mark.parametrize("lost", ["before the handler", "in the handler", "before the commit"])
 async def test_a_connection_that_was_lost_is_opened_again(kind: str, schema_url: Callable[[], str], lost: str):

@@ -256,6 +256,7 @@ ENDS: dict[str, Callable[[ReceivedBatch], Awaitable[None]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 async def test_a_batch_cannot_be_acknowledged_or_rejected_inside_of_its_block(
     async_database: UserDatabase, client: Client, end: Callable[[ReceivedBatch], Awaitable[None]]
@@ -461,6 +462,7 @@ async def _plain(event: Event) -> None: ...
 # ---- handlers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [False, True])
 async def test_handlers_in_a_client_apply_each_event_once(async_database: UserDatabase, client: Client, *, batch: bool):
     fails = {b"bad"}
@@ -513,6 +515,7 @@ async def test_events_of_a_handler_whose_failure_cannot_be_noted_are_delivered_a
     await one.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [False, True])
 async def test_a_dead_letter_that_a_handler_refuses_keeps_its_reason_and_its_attempts(
     async_database: UserDatabase, client: Client, *, batch: bool

@@ -126,6 +126,7 @@ def publish(start: Start, stream: str, lines: Sequence[str], *, address: str = "
     assert producer.lines == [f"{len(lines)} {noun} stored"]
 
 
+@pytest.mark.long
 def test_consumer_gets_events_in_the_order_of_publishing(start: Start):
     publish(start, "orders/1", numbered(2_500))
     publish(start, "orders/a/b", ["größe 東京", "x" * 10_000, ""])
@@ -138,6 +139,7 @@ def test_consumer_gets_events_in_the_order_of_publishing(start: Start):
     assert len(consumer.lines) == 2_503
 
 
+@pytest.mark.long
 def test_events_acknowledged_before_an_orderly_end_do_not_come_again(start: Start):
     publish(start, "orders/1", numbered(1_500))
     first = start("consumer", "printer", "orders/*")
@@ -150,6 +152,7 @@ def test_events_acknowledged_before_an_orderly_end_do_not_come_again(start: Star
     assert len(second.lines) == 10
 
 
+@pytest.mark.long
 def test_two_consumers_share_the_events(start: Start):
     consumers = [start("consumer", "printer", "orders/*") for _ in range(2)]
     for number in range(6):
@@ -164,6 +167,7 @@ def test_two_consumers_share_the_events(start: Start):
     assert set(counts.values()) == {1}
 
 
+@pytest.mark.long
 def test_a_killed_consumer_loses_nothing(start: Start):
     publish(start, "orders/1", numbered(20_000))
     killed = start("consumer", "printer", "orders/*", "me")
@@ -176,6 +180,7 @@ def test_a_killed_consumer_loses_nothing(start: Start):
     assert len(seen) - 20_000 <= 1_000, "more came again than could have been in its hands"
 
 
+@pytest.mark.long
 def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(start: Start, silo: SiloProcess):
     consumer = start("consumer", "printer", "orders/*")
     producer = start("producer", "orders/1", stdin=subprocess.PIPE)
@@ -194,6 +199,7 @@ def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(s
     assert of_stream(stored, "orders/1") == numbered(1_000 * KILLS), "something was stored twice"
 
 
+@pytest.mark.long
 def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloProcess):
     consumer = start("consumer", "printer", "orders/*")
     with contextlib.closing(Wire(silo.address)) as wire:
@@ -239,6 +245,7 @@ def test_hopeless_consumer_ends_with_a_message(start: Start):
     assert re.match(r"consumer: .*not a name!", line)
 
 
+@pytest.mark.long
 def test_without_an_answer_both_report_once_and_the_producer_gives_up(installed: Path, start: Start):
     program, times = re.subn("MAX_FAILURES = 15;", "MAX_FAILURES = 6;", (installed / "producer.js").read_text())
     assert times == 1

@@ -37,6 +37,7 @@ async def test_following_counts_a_step_twice_if_it_is_delivered_again(headrace: 
     assert orders.steps["0"] == 6
 
 
+@pytest.mark.long
 def test_the_example_runs_as_it_is(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -85,6 +85,7 @@ def silos() -> Iterator[SiloServer]:
         yield server
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # a new machine downloads and compiles the libraries
 def test_producer_and_consumer_go_on_at_another_silo(example: Example, silos: SiloServer, tmp_path: Path) -> None:
     addresses, language = f"{silos.address},127.0.0.1:{silos.port + 1}", example.language
@@ -119,6 +120,7 @@ def test_producer_and_consumer_go_on_at_another_silo(example: Example, silos: Si
         one.end()
 
 
+@pytest.mark.long
 def test_a_wrong_name_ends_a_consumer_with_the_reason(example: Example, silos: SiloServer, tmp_path: Path) -> None:
     command = (*example.consumer, silos.address, "not a name!", "orders/*")
     program = Program(example.folder, tmp_path / "wrong.txt", *command)

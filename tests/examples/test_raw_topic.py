@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.kafka_servers import KafkaServer
 from tests.servers import kafka_server
 
@@ -15,6 +17,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "raw_topic.py"
 RECORDS = 10_000
 
 
+@pytest.mark.long
 def test_existing_topic_is_consumed_in_order_with_its_poison_as_a_dead_letter(
     kafka_server: KafkaServer, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from headrace.server.methods import MethodKind, ServiceCall, ServiceMethod
 from tests.faults.attacks import Attacker
 from tests.silo.services.calling import PUBLISH, offering
@@ -15,6 +17,7 @@ async def read_nothing(call: ServiceCall) -> None:
     await asyncio.Event().wait()
 
 
+@pytest.mark.long
 async def test_consumers_whose_requests_are_not_read_hang_up() -> None:
     subscribe = ServiceMethod("headrace.v1.ConsumerService/Subscribe", MethodKind.STREAM, read_nothing)
     async with offering(ServiceMethod(PUBLISH, MethodKind.UNARY, accept), subscribe) as caller:

@@ -96,6 +96,7 @@ async def test_nothing_is_confirmed_once_the_control_store_is_deleted(
             )
 
 
+@pytest.mark.long
 async def test_nothing_is_confirmed_once_a_backup_is_restored_in_the_place_of_an_open_directory(tmp_path: Path) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
     async with Provider.open(data, queues=1, delays="store") as provider, asyncio.timeout(PATIENCE_S):

@@ -325,6 +325,7 @@ async def test_a_consumer_without_credit_is_named(main: Talking) -> None:
         session.cancel()
 
 
+@pytest.mark.long
 @injects("consumer_blocked")
 async def test_a_consumer_that_does_not_read_is_named(main: Talking) -> None:
     async with connecting(address_of(main)) as caller:
@@ -409,6 +410,7 @@ queues = 8
 EXTRA = "[providers.extra]\nqueues = 1\n"
 
 
+@pytest.mark.long
 @injects("owner_unreachable", "owner_dead", "no_silo_for_provider", "no_lease")
 async def test_silos_that_stop_and_end_are_named(tmp_path: Path) -> None:
     with ExitStack() as stack:
@@ -452,6 +454,7 @@ def owners_of(shown: str) -> dict[int, str]:
     return {queue: one["name"] for one in json.loads(shown)["silos"] for queue in one["queues"]["default"]}
 
 
+@pytest.mark.long
 @injects("store_unreachable", "agent_faulted")
 async def test_a_database_that_hangs_or_is_down_is_named(tmp_path: Path, own_server: PostgresServer) -> None:
     """It has the control store of a cluster, and some of the queues there; and the queues of a silo of its own."""

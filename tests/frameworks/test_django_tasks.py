@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SETUP = """
 import asyncio, contextlib, sys
 import django
@@ -111,6 +113,7 @@ def run(directory: Path, script: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_tasks_are_published_and_run_by_the_provider_of_the_application(tmp_path: Path) -> None:
     closed, wrong, none, result, event, added, *invalid, priority = run(tmp_path, PROVIDER)
     assert closed.startswith("Closed: provider 'default' is not open")
@@ -127,6 +130,7 @@ def test_tasks_are_published_and_run_by_the_provider_of_the_application(tmp_path
     assert "priorit" in priority
 
 
+@pytest.mark.long
 def test_tasks_are_written_into_the_outbox_and_priorities_are_those_of_headrace(tmp_path: Path) -> None:
     kept, count, priorities = run(tmp_path, OUTBOX + PRIORITIES)
     assert kept == 'True {"task":"__main__.add","args":["kept"],"kwargs":{},"backend":"outbox"}'

@@ -151,6 +151,7 @@ async def test_a_consumer_gets_the_events_of_all_silos_in_order(silos: Silos):
         assert dict(taker.got) == dict.fromkeys(streams(), counted([5]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direct", [True], indirect=True)
 async def test_owners_that_clients_cannot_reach_are_served_through_a_gateway(tmp_path: Path):
     async with cluster(tmp_path, 2, public_address="127.0.0.1:1") as silos, client_of(silos[0]) as client:
@@ -239,6 +240,7 @@ async def test_a_queue_that_moves_in_order_is_not_noticed(tmp_path: Path):
         await silos.start(2)
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path):
     async with cluster(tmp_path, 2) as silos, client_of(silos[1], silos[0]) as client:
@@ -295,6 +297,7 @@ async def test_a_small_batch_arrives_although_another_silo_could_use_all_credit(
         await held.ack()
 
 
+@pytest.mark.long
 async def test_members_of_all_silos_share(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
         async with one.subscribe("s", "n/*") as first, two.subscribe("s", "n/*") as second:
@@ -323,6 +326,7 @@ async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Sil
             assert set(b.queues) <= {4, 5, 6, 7}
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
@@ -342,6 +346,7 @@ async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: S
             assert dict(taker.got) == dict.fromkeys(streams(), counted([3]))
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_a_consumer_that_keeps_its_positions_continues_from_them_after_queues_moved(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
@@ -390,6 +395,7 @@ async def test_a_session_at_another_silo_takes_over_the_consumer_and_ends_the_fi
                 await taker.has(STREAMS)
 
 
+@pytest.mark.long
 async def test_a_paused_stream_is_resumed_through_any_silo(silos: Silos):
     failing = True
 
@@ -558,6 +564,7 @@ async def test_too_many_acknowledgements_are_refused_at_once(silos: Silos):
         assert "at most 100,000" in refused.details
 
 
+@pytest.mark.long
 async def test_many_acknowledgements_in_many_requests_are_passed_on(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller:
         session = await begin(caller, definition=defined("s"))
@@ -571,6 +578,7 @@ async def test_many_acknowledgements_in_many_requests_are_passed_on(silos: Silos
         await session.acknowledge_saved(events)
 
 
+@pytest.mark.long
 async def test_a_consumer_that_does_not_read_disturbs_no_other(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller, client_of(silos[0]) as client:
         idle = await begin(caller, definition=defined("idle"), session_timeout_ms=500)

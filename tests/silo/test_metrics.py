@@ -166,6 +166,7 @@ async def test_a_paused_stream_is_no_lag(tmp_path: Path) -> None:
         assert (found["headrace_lag_events", *at], found["headrace_lag_seconds", *at]) == (0, 0)
 
 
+@pytest.mark.long
 async def test_the_lag_of_a_subscription_that_nobody_serves_is_measured(tmp_path: Path) -> None:
     async with opened(tmp_path, provider={"queues": 1}) as silo:
         provider = silo.providers["default"]
@@ -193,6 +194,7 @@ async def test_consumers_of_a_broadcast_are_one_subscription_and_its_counts_neve
                 assert found[delivered] == (3 if name == "one" else 6)
 
 
+@pytest.mark.long
 async def test_a_sample_that_fails_leaves_the_lag_out_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

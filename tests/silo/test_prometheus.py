@@ -89,6 +89,7 @@ async def fired(server: PrometheusServer, name: str, patience_s: float) -> dict[
     return labels
 
 
+@pytest.mark.long
 async def test_a_stall_fires_and_load_does_not(tmp_path: Path) -> None:
     """With minutes turned into seconds."""
     async with scraped(tmp_path, quickened(RULES)) as (scene, server):

@@ -191,6 +191,7 @@ def test_existing_and_missing_names_are_refused_alike(headrace: Headrace, serve:
     assert "secret" not in taken.details
 
 
+@pytest.mark.long
 def test_a_token_counts_and_a_revoked_one_ends_while_the_silo_runs(headrace: Headrace, serve: Serve, connect: Connect):
     port = serve("--listen", "127.0.0.1:0", "--auth", "tokens")
     caller = connect(port, token(headrace, "orders", "--publish", "*", "--subscribe", "*"))

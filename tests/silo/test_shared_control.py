@@ -54,6 +54,7 @@ async def test_a_directory_is_not_claimed_for_a_database_that_is_not_there(tmp_p
     await opened(tmp_path / "data", postgres_url)
 
 
+@pytest.mark.long
 async def test_a_directory_goes_with_its_database_to_another_host(
     tmp_path: Path, postgres_server: PostgresServer, postgres_url: str, headrace: Headrace
 ):

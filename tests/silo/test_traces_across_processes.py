@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from benchmarks.servers import free_port
 
@@ -123,6 +124,7 @@ def only(spans: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 async def test_a_trace_leads_from_a_publisher_over_a_silo_to_a_remote_consumer(tmp_path: Path) -> None:
     port = free_port()
     values = {"tracing": TRACING, "address": f"127.0.0.1:{port}"}

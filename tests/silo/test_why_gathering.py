@@ -333,6 +333,7 @@ async def test_a_tenant_learns_no_offset_of_a_damaged_record_of_others(tmp_path:
             assert all("offset" not in text and str(tmp_path) not in text for text in found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("several", [False, True])
 async def test_any_silo_of_a_cluster_asks_the_owner_of_each_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
@@ -363,6 +364,7 @@ async def test_any_silo_of_a_cluster_asks_the_owner_of_each_queue(
             assert "no such customer" in found["bills"][0][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
 async def test_an_owner_that_explains_many_subscriptions_is_not_called_unreachable(tmp_path: Path, rounds: int) -> None:
     config = SiloConfig(

@@ -84,6 +84,7 @@ def run_pytest(folder: Path, *arguments: str, tests: str = TESTS, marks: str = "
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("marks", "arguments"),
     [
@@ -117,6 +118,7 @@ def test_a_run_that_does_not_use_the_fixture_imports_no_engine(tmp_path: Path) -
     assert "1 passed" in shown, shown
 
 
+@pytest.mark.long
 def test_another_fixture_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
     tests = (
         "import pytest\n\n\n@pytest.fixture\ndef headrace():\n    return 5\n\n\n"

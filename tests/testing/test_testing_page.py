@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from headrace.testing import assert_schema_compatible
 from tests.plain_english import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "testing.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_examples_pass_and_the_recorded_schema_is_to_be_committed(tmp_path: Path) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     for number, example in enumerate(examples):

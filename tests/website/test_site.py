@@ -44,6 +44,7 @@ def test_each_page_is_built_and_in_the_navigation(site: Path):
         assert f'href="{name}"' in home or name == "index.html", name
 
 
+@pytest.mark.long
 def test_each_public_name_has_its_docstring_in_the_reference(site: Path):
     described = {anchor.rpartition(".")[2] for anchor in headings(site, "reference/python")}
     assert set(headrace.__all__) - described == set()
@@ -94,6 +95,7 @@ def served(folder: Path) -> Generator[str]:
             thread.join()
 
 
+@pytest.mark.long
 async def test_the_search_finds_a_page_without_a_network(site: Path, chromium: str):
     refused: list[str] = []
     with served(site) as address:

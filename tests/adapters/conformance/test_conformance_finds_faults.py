@@ -407,6 +407,7 @@ class Suite(ConformsToQueueAdapter, ConformsToRewindable, ConformsToDurable, Con
                 await adapter.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "test"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in FINDS])
 async def test_the_fault_is_found(fault: type[Adapter], test: str, tmp_path: Path):
     deadline_s.set(0.2)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROJECT = """
 from pathlib import Path
 from headrace.adapters import AdapterContext, QueueAdapter
@@ -23,6 +25,7 @@ def run(directory: Path, classes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_it_passes_without_any_configuration(tmp_path: Path):
     outcome = run(tmp_path, "ConformsToQueueAdapter, ConformsToIdempotent")
     assert outcome.returncode == 0, outcome.stdout

@@ -389,6 +389,7 @@ def own_broker() -> Iterator[KafkaServer]:
         yield broker
 
 
+@pytest.mark.long
 async def test_ledger_of_producers_is_read_again_after_a_broker_has_started_again(own_broker: KafkaServer) -> None:
     """The client keeps the epoch of the leader from before, and the broker refuses it."""
     async with opened(own_broker.address, new_topic()) as adapter:
@@ -476,6 +477,7 @@ async def test_a_topic_for_records_of_any_size_can_be_used(address: str, foreign
         assert await received(await adapter.open_receiver(0, 0), 1) == ["fits"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("headers", [0, 128])
 async def test_largest_raw_event_of_an_idempotent_call_fits(
     address: str, foreign: ForeignProgram, headers: int

@@ -101,6 +101,7 @@ asyncio.run(main())
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.long
 async def test_offsets_that_cannot_be_committed_are_one_line(
     own_broker: KafkaServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ def document(directory: Path, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_the_flights_go_over_kafka_and_a_second_run_starts_over(kafka_server: KafkaServer, tmp_path: Path) -> None:
     write_flights(tmp_path / "flights.csv", EVENTS)
     demo = ["demo", "--flights", "flights.csv", "--data", "d"]

@@ -112,6 +112,7 @@ def test_records_in_unexpected_partitions_are_reported_also_after_many_keys(capl
     assert ["partitions in another way" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.long
 @given(st.text(max_size=20), st.text(max_size=300))
 def test_stream_of_a_record_is_encoded_as_every_stream_of_its_name(namespace: str, key: str) -> None:
     raw = RawFormat(namespace, PartitionMapper("any", 1), 1 << 20)

@@ -252,6 +252,7 @@ async def test_poison_of_each_key_is_a_dead_letter_that_can_be_redriven(
         assert [collector.payloads(f"k{key}")[-1] for key in range(3)] == [f"{key}.7".encode() for key in range(3)]
 
 
+@pytest.mark.long
 async def test_consumers_over_the_network_read_a_raw_topic(address: str, topic: str, tmp_path: Path) -> None:
     await asyncio.to_thread(produced, address, topic, [{"key": b"k", "value": b"%d" % n} for n in range(20)])
     async with silo_on_kafka(tmp_path, address, topic, queues=QUEUES, format="raw") as silo, Client(silo) as client:
@@ -312,6 +313,7 @@ async def test_why_shows_the_dead_letter_of_an_event_before_the_marker_of_its_tr
 # ---- partitions of keys ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("partitioner", "client"), [("murmur2", "murmur2_random"), ("crc32", "consistent_random")])
 async def test_each_key_is_in_one_partition_also_beside_another_producer(
     address: str, topic: str, tmp_path: Path, partitioner: str, client: str
@@ -377,6 +379,7 @@ async def test_effects_are_refused_if_producers_may_use_any_partition(address: s
             await provider.subscribe("s", f"{topic}/*", handle, effects=Effects(engine))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("foreign_first", [False, True])
 async def test_effects_give_up_on_records_in_another_partition_than_the_partitioner_says(
     address: str, topic: str, tmp_path: Path, *, foreign_first: bool

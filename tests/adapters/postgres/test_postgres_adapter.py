@@ -484,6 +484,7 @@ async def test_settings_that_lose_are_refused_in_one_line(postgres_url: str, set
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 async def test_a_standby_is_refused() -> None:
     with PostgresServer() as server:
         async with opened(server.url):

@@ -292,6 +292,7 @@ async def after_outage(work: Callable[[], Awaitable[object]]) -> None:
                 return
 
 
+@pytest.mark.long
 async def test_the_primary_is_found_among_several_hosts(own_server: PostgresServer) -> None:
     with PostgresServer() as standby:
         await asyncio.to_thread(standby.stop)

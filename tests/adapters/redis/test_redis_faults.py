@@ -219,6 +219,7 @@ async def test_a_server_that_was_frozen_stores_a_publish_once() -> None:
                 check_agreement(direct, shard_of(opened).keys)
 
 
+@pytest.mark.long
 async def test_events_that_wait_for_a_server_are_bounded_however_small() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -41,6 +41,7 @@ def run(command: list[str], directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_program_with_a_provider_gets_due_events(guide: str, tmp_path: Path) -> None:
     printed = run([sys.executable, "-c", block(guide, "python")], tmp_path)
     assert printed == "orders/42 b'now'\norders/42 b'soon'\n"
@@ -53,6 +54,7 @@ def test_the_program_with_a_queue_empties_it(guide: str, tmp_path: Path) -> None
     assert lines[-1] == "1 done; ShardSize(ready=0, delayed=0, claimed=0, held=0)"
 
 
+@pytest.mark.long
 def test_others_publish_by_way_of_the_silo(guide: str, tmp_path: Path) -> None:
     (tmp_path / "silo.toml").write_text(block(guide, "toml"))
     silo = subprocess.Popen([SCRIPT, "silo", "silo.toml"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE)

@@ -47,6 +47,7 @@ def streams(count: int) -> Sequence[StreamId]:
 # ---- caught up -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one silo", "two silos"])
 async def test_a_client_is_caught_up_though_the_last_event_is_not_due(
     tmp_path: Path, url: str, flags: Sequence[str]

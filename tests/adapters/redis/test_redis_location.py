@@ -43,6 +43,7 @@ def make(headrace: Headrace, *options: str) -> None:
     assert made.code == 0, made
 
 
+@pytest.mark.long
 def test_commands_reach_the_queues_without_options_once_the_provider_is_made(headrace: Headrace, url: str) -> None:
     make(headrace, f"url={url}", "prefix=shop")
     assert headrace("publish", *DATA, "--stream", "orders/1", "--format", "raw", stdin=b"paid\n").code == 0
@@ -53,6 +54,7 @@ def test_commands_reach_the_queues_without_options_once_the_provider_is_made(hea
     assert listed["name"] == "s"
 
 
+@pytest.mark.long
 def test_another_url_is_stored_and_another_prefix_is_refused(headrace: Headrace, url: str) -> None:
     make(headrace, f"url={url}", "prefix=shop")
     away = headrace("queues", *DATA, "--option", "url=redis://127.0.0.1:1")
@@ -67,6 +69,7 @@ def test_another_url_is_stored_and_another_prefix_is_refused(headrace: Headrace,
     )
 
 
+@pytest.mark.long
 async def test_the_url_of_the_last_opening_is_stored(headrace: Headrace, url: str, tmp_path: Path) -> None:
     make(headrace, f"url={url}")
     moved = url.replace("127.0.0.1", "localhost")
@@ -78,6 +81,7 @@ async def test_the_url_of_the_last_opening_is_stored(headrace: Headrace, url: st
         assert provider.options == {"url": expected, "cluster": False, "prefix": "headrace"}
 
 
+@pytest.mark.long
 def test_user_and_password_are_not_stored_and_come_from_variables(
     headrace: Headrace, url: str, login: str, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_without_the_package_the_error_names_the_extra_to_install() -> None:
     assert done.stderr.splitlines()[-1].endswith("which is not installed: pip install 'headrace[redis]'")
 
 
+@pytest.mark.long
 def test_commands_on_a_data_directory_take_the_adapters_options(options: RedisOptions, tmp_path: Path) -> None:
     of_redis = ("--option", f"url={options.url}", "--option", f"prefix={options.prefix}")
     (tmp_path / "lines").write_text("1\n2\n")

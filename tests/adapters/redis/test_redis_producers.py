@@ -136,6 +136,7 @@ async def test_a_repeat_renews_the_ledger(options: RedisOptions, direct: Redis) 
     assert kept_for(direct, options, "producer") == [WEEK_S / 3600]
 
 
+@pytest.mark.long
 async def test_the_calls_of_a_producer_stay_in_line_while_others_are_forgotten(
     options: RedisOptions,
 ) -> None:

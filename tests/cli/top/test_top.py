@@ -130,6 +130,7 @@ async def test_a_silo_is_watched_sorted_filtered_and_looked_into(tmp_path: Path)
         assert await terminal.ended() == 0
 
 
+@pytest.mark.long
 async def test_a_data_directory_is_watched_while_a_silo_serves_it(tmp_path: Path) -> None:
     async with scene(tmp_path), watching("--data", str(tmp_path)) as terminal:
         lines = await terminal.until(has("report"))
@@ -148,6 +149,7 @@ async def test_a_data_directory_is_watched_while_a_silo_serves_it(tmp_path: Path
         assert await terminal.ended() == 130
 
 
+@pytest.mark.long
 async def test_programs_get_json_and_pipes_get_one_screen(tmp_path: Path) -> None:
     async with scene(tmp_path) as found:
         for place in (["--server", found.silo.grpc_address or ""], ["--data", str(tmp_path)]):
@@ -162,6 +164,7 @@ async def test_programs_get_json_and_pipes_get_one_screen(tmp_path: Path) -> Non
             assert "default/3" in text
 
 
+@pytest.mark.long
 async def test_an_unknown_provider_is_an_error(tmp_path: Path) -> None:
     async with silo_process(tmp_path / "silo") as silo:
         status, _, error = await executed("--once", "--provider", "nope", "--server", silo.address)
@@ -190,6 +193,7 @@ async def executed(*arguments: str) -> tuple[int | None, bytes, bytes]:
     return process.returncode, out, error
 
 
+@pytest.mark.long
 async def test_a_silo_that_is_gone_is_one_line_and_the_screen_stays(tmp_path: Path) -> None:
     async with scene(tmp_path) as found:
         terminal = Terminal(
@@ -205,6 +209,7 @@ async def test_a_silo_that_is_gone_is_one_line_and_the_screen_stays(tmp_path: Pa
         terminal.close()
 
 
+@pytest.mark.long
 async def test_keys_work_while_a_silo_does_not_answer(tmp_path: Path) -> None:
     async with silo_process(tmp_path / "silo") as silo, watching("--server", silo.address) as terminal:
         await terminal.until(has("SUBSCRIPTION"))

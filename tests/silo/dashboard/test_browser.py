@@ -113,6 +113,7 @@ async def test_each_page_shows_what_happens(tmp_path: Path, chromium: str):
         await expect(page.get_by_role("button", name="Redrive")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_dead_letter_is_looked_into_redriven_and_discarded_by_clicking(tmp_path: Path, chromium: str):
     async with scene(tmp_path) as found, browsing(chromium) as page:
         await go(page, found, "deadletters")
@@ -160,6 +161,7 @@ async def test_a_dead_letter_is_looked_into_redriven_and_discarded_by_clicking(t
         await expect(page.locator("#notice")).to_contain_text("Stream bills/b1 goes on.")
 
 
+@pytest.mark.long
 async def test_a_login_shows_what_the_token_allows_and_nothing_is_shown_without_one(tmp_path: Path, chromium: str):
     async with scene(tmp_path, auth="tokens") as found, browsing(chromium) as page:
         await page.goto(f"{found.url}/dashboard/")
@@ -181,6 +183,7 @@ async def test_a_login_shows_what_the_token_allows_and_nothing_is_shown_without_
         await expect(page.get_by_role("button", name="Resume")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_both_themes_a_phone_and_the_keyboard(tmp_path: Path, chromium: str):
     async with scene(tmp_path) as found, browsing(chromium, "dark") as page:
         await go(page, found, "overview")
@@ -220,6 +223,7 @@ async def test_both_themes_a_phone_and_the_keyboard(tmp_path: Path, chromium: st
                 await picture(page, "phone")
 
 
+@pytest.mark.long
 async def test_any_silo_shows_the_whole_cluster_and_the_moves(tmp_path: Path, chromium: str):
     config = SiloConfig(
         data=str(tmp_path),

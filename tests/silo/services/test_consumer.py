@@ -366,6 +366,7 @@ async def test_a_retry_is_not_overtaken_by_later_events(caller: Caller) -> None:
         assert [event.payload for event in again] == [b"0", b"1", b"2"]
 
 
+@pytest.mark.long
 @pytest.mark.one_silo
 async def test_the_entries_of_a_request_are_limited(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"))
@@ -1290,6 +1291,7 @@ async def test_a_caller_without_permission_learns_nothing(tmp_path: Path) -> Non
             assert {status for status, *_ in await _refusals(nobody, "s")} == {"UNAUTHENTICATED"}
 
 
+@pytest.mark.long
 async def test_a_consumer_that_says_nothing_gets_nothing_once_its_token_is_revoked(tmp_path: Path):
     tokens = await make_tokens(tmp_path / "data", one=Allowed(subscribe=["*"]))
     async with opened(tmp_path / "data", auth="tokens") as silo:
