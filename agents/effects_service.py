@@ -9,7 +9,7 @@ from ..streams.events import Event
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..streams.transactions import EffectScope, HandlerEffects, ScopedEffects, StreamQueues
+from ..streams.transactions import CurrentGeneration, EffectScope, HandlerEffects, ScopedEffects, StreamQueues
 from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
 from .served import HandlerService
@@ -30,6 +30,7 @@ class EffectsService(HandlerService):
         provider: str,
         batch: bool,
         queues: StreamQueues | None = None,
+        current_generation: CurrentGeneration | None = None,
     ) -> None:
         super().__init__(Handler(None, None, None, None), predicate, concurrency, provider=provider)
         self._user_handler = handler
@@ -37,11 +38,15 @@ class EffectsService(HandlerService):
         self._origin = origin
         self._batch = batch
         self._queues = queues
+        self._current_generation = current_generation
 
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
-        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self.provider, self._queues)
+        scope = EffectScope(
+            self._origin, definition.name, queue, options["generation"], self.provider, self._queues,
+            self._current_generation,
+        )  # fmt: skip
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         handler = Handler(on_event, on_batch, None, None, scoped.redrive)

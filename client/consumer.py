@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic, time_ns
 from typing import Self, TypeVar
 
@@ -284,7 +285,8 @@ class Consumer(SubscriptionHandle):
         self.id = opened.consumer
         self.definition = wire.definition_of(opened.definition)
         shared = self.definition.mode is not Mode.BROADCAST
-        origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared)
+        generation = partial(self._management.generation_of, self.name)
+        origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, generation)
         self.holdings.account.origin = origin
         self._opened.set()
 

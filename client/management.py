@@ -53,6 +53,11 @@ class ManagementClient:
         request = pb.CreateSubscriptionRequest(provider=self._provider, definition=message)
         return (await self._ask("CreateSubscription", request, pb.CreateSubscriptionResponse)).created
 
+    async def generation_of(self, name: str) -> int:
+        """The generation of a subscription in the control store. Raises NotFound."""
+        request = pb.GetSubscriptionRequest(provider=self._provider, name=check_text("name", name))
+        return (await self._ask("GetSubscription", request, pb.GetSubscriptionResponse)).subscription.generation
+
     async def subscription(self, name: str) -> SubscriptionState:
         """A subscription and its progress. Raises NotFound."""
         request = pb.GetSubscriptionRequest(provider=self._provider, name=check_text("name", name))

@@ -212,7 +212,10 @@ class QueueHoldings:
     def effect_scope(self) -> EffectScope:
         """Return the scope of the effects of these events. Raises NotSupported."""
         origin = check_origin(self.account.origin)
-        return EffectScope(origin.origin, origin.subscription, self.number, self.generation or 0, origin.provider)
+        return EffectScope(
+            origin.origin, origin.subscription, self.number, self.generation or 0, origin.provider,
+            current_generation=origin.current_generation,
+        )  # fmt: skip
 
     # ---- results (`BatchHolder`) ------------------------------------------------------------------------------------
 

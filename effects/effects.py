@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,8 +20,9 @@ from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import EffectDatabase, database_of
 from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
+from .generations import LostGenerations
 from .outages import is_conflict, is_outage, outages, unavailable
-from .positions import AppliedPosition, EncodedState, StreamPosition
+from .positions import AppliedPosition, EncodedState, LaterGenerationError, StreamPosition
 from .schema import check_dialect, check_rights, require
 from .state import StreamState
 from .transaction import HandlerState, Transaction
@@ -198,12 +199,14 @@ class EffectsInScope:
         self._slots = slots
         self._batch = batch
         self._known = KnownPositions()
+        self._lost = LostGenerations(scope)
 
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
         events = [delivered] if isinstance(delivered, Event) else delivered.events()
         self._position(events[0]).check_queue()
-        await self._in_turn(events[0], lambda: self._apply(delivered, events))
+        if not await self._in_turn(events[0], lambda: self._apply(delivered, events)):
+            self._counts.already_applied += len(events)
 
     async def redrive(self, event: Event) -> None:
         """Apply an event that failed, unless its effects are applied. Raises RedriveRefused if it is not known
@@ -235,9 +238,9 @@ class EffectsInScope:
 
     async def _on_failures(self, event: Event, work: Callable[[StreamPosition, Connection], object]) -> None:
         """Execute the statements of `work` on the position that has the failed events."""
-        position = self._position(event)
 
         async def run() -> None:
+            position = self._position(event)
             async with self._database.transaction() as transaction:
                 await transaction.call(lambda connection: work(position.of_failures(connection), connection))
             self._known.drop(_stream_of(event))
@@ -250,26 +253,33 @@ class EffectsInScope:
             raise unavailable(error) from error
 
     def _position(self, event: Event) -> StreamPosition:
-        return StreamPosition(self._scope, _stream_of(event))
+        stream = _stream_of(event)
+        return StreamPosition(self._lost.scope_of(stream), stream)
 
-    async def _in_turn(self, event: Event, work: Callable[[], Awaitable[None]]) -> None:
-        """Run the work of one transaction when a slot is free. Repeat it if it collides with another transaction."""
+    async def _in_turn(self, event: Event, work: Callable[[], Awaitable[None]]) -> bool:
+        """Run the work of one transaction when a slot is free. Repeat it if it collides with another transaction.
+        Return False, without any work, if the scope is out of date."""
+        stream = _stream_of(event)
         async with self._slots.one():
             for attempt in range(1, CONFLICT_ATTEMPTS + 1):
                 try:
                     await work()
                     break
+                except LaterGenerationError as later:
+                    self._known.drop(stream)
+                    if not await self._lost.find(stream, later.generation):
+                        return False
                 except BaseException as error:
-                    self._known.drop(_stream_of(event))
+                    self._known.drop(stream)
                     if is_outage(error):
                         raise unavailable(error) from error
                     if not _has_collided(error):
                         raise
                     if attempt == CONFLICT_ATTEMPTS:
-                        raise Unavailable(
-                            f"the transaction of stream {_stream_of(event)} collided with another one in "
-                            f"{CONFLICT_ATTEMPTS} attempts: it is tried again later"
-                        ) from error
+                        raise _collided(stream) from error
+            else:
+                raise _collided(stream)
+        return True
 
     @asynccontextmanager
     async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
@@ -277,7 +287,7 @@ class EffectsInScope:
         if it collides with another one, this raises Unavailable."""
         async with self._slots.one():
             try:
-                async with self._opened(events, redriven=redriven) as opened:
+                async with self._opened_in_generation(events, redriven=redriven) as opened:
                     yield opened
             except BaseException as error:
                 self._known.drop(_stream_of(events[0]))
@@ -293,11 +303,29 @@ class EffectsInScope:
     @asynccontextmanager
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
-        async with self._slots.one(), self._database.transaction() as transaction:
-            state = None if self._state_options is None else HandlerState(self._state_options, None)
-            yield Transaction(transaction, self._scope, state, ())
+        async with self._slots.one(), self._empty() as opened:
+            yield opened
 
     # ---- one transaction -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _opened_in_generation(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
+        """As `_opened`. If the scope is out of date, the transaction applies no event."""
+        stream = _stream_of(events[0])
+        async with AsyncExitStack() as stack:
+            try:
+                opened = await stack.enter_async_context(self._opened(events, redriven=redriven))
+            except LaterGenerationError as later:
+                is_lost = await self._lost.find(stream, later.generation)
+                again = self._opened(events, redriven=redriven) if is_lost else self._empty()
+                opened = await stack.enter_async_context(again)
+            yield opened
+
+    @asynccontextmanager
+    async def _empty(self) -> AsyncGenerator[Transaction]:
+        async with self._database.transaction() as transaction:
+            state = None if self._state_options is None else HandlerState(self._state_options, None)
+            yield Transaction(transaction, self._scope, state, ())
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
         if self._state_options is not None:
@@ -349,7 +377,7 @@ class EffectsInScope:
                     stored = await transaction.call(position.store, unapplied, encoded, revision)
                     _check_current(is_current=stored)
                     if row is None or not row.unapplied:
-                        next_row = _row_after(self._scope, row, unapplied, encoded)
+                        next_row = _row_after(position.scope, row, unapplied, encoded)
         except Exception as error:
             if not isinstance(error, _StaleStateError) and await self._has_changed(position, row):
                 raise _StaleStateError from error  # perhaps only because another owner has applied the event
@@ -419,6 +447,13 @@ class KnownPositions:
         row = self._rows.pop(stream, None)
         if row is not None:
             self._bytes -= len(row.state or b"")
+
+
+def _collided(stream: StreamId) -> Unavailable:
+    return Unavailable(
+        f"the transaction of stream {stream} collided with another one in {CONFLICT_ATTEMPTS} attempts: it is tried "
+        "again later"
+    )
 
 
 def _unapplied_part(delivered: Event | EventBatch, unapplied: Sequence[Event]) -> Event | EventBatch:

@@ -86,8 +86,18 @@ class EncodedState(NamedTuple):
 NO_STATE = EncodedState(None, None, None)
 
 
+class LaterGenerationError(Exception):
+    """The position of a stream has a later generation than the scope: the scope is out of date, or the control store
+    has lost a seek."""
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(f"the position of the stream has generation {generation}")
+        self.generation = generation
+
+
 class StreamPosition:
-    """The position of one stream in one scope. Its methods execute statements.
+    """The position of one stream in one scope. Its methods execute statements. Those for delivered events raise
+    LaterGenerationError.
 
     All events of a stream must be in one queue, because offsets of two queues have no order. A delivery does not apply
     an event of another queue; a redrive does. With `misplaced`, this is the row of the scope's queue for such events.
@@ -143,7 +153,7 @@ class StreamPosition:
         return StreamPosition(scope, stream, misplaced=True)
 
     def after(self, known: AppliedPosition | None, events: Sequence[Event]) -> list[Event]:
-        """Return the events that are after the position. Raises MisplacedEvent."""
+        """Return the events that are after the position. Raises MisplacedEvent, LaterGenerationError."""
         if known is None or known.generation < self.scope.generation:
             return list(events)
         if self._is_misplaced(known):
@@ -151,7 +161,9 @@ class StreamPosition:
                 f"this event of stream {self._stream} is in queue {self.scope.queue}, and others that are applied are "
                 f"in queue {known.queue}: {_MISPLACED_HINT}"
             )
-        return [] if known.generation > self.scope.generation else [e for e in events if token_of(e) > known.token]
+        if known.generation > self.scope.generation:
+            raise LaterGenerationError(known.generation)
+        return [event for event in events if token_of(event) > known.token]
 
     def uncommitted_events(
         self, connection: Connection, known: AppliedPosition | None, events: Sequence[Event]
@@ -204,10 +216,7 @@ class StreamPosition:
     def note_failed(self, connection: Connection, events: Sequence[Event]) -> None:
         """Note that these events failed, and leave the position: they may be delivered again, or become dead letters.
         Later claims and redrives learn from this whether their effects are applied."""
-        known = self.lock(connection)
-        if known.generation > self.scope.generation:
-            return  # a seek decides about these events
-        self._failed.add(connection, events, self.after(known, events))
+        self._failed.add(connection, events, self.after(self.lock(connection), events))
 
     def give_up(self, connection: Connection, events: Sequence[Event]) -> None:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""

@@ -12,6 +12,7 @@ import asyncio
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,7 @@ async def _copy(
             providers = await store.providers()
             if restored:
                 await _forget_silos(store)
+                await store.renew_generations(time.time_ns() // 1000)
         finally:
             await store.aclose()
         for provider in providers:

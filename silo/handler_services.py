@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..agents import EffectsService, HandlerService
 from ..streams.codecs import Codecs
 from ..streams.handlers import Handler, SubscriptionDeclaration, handler_with_transaction
@@ -25,4 +27,5 @@ async def handler_service(declared: SubscriptionDeclaration, parts: ProviderPart
         provider=declared.provider,
         batch=declared.batch,
         queues=parts.adapter.mapper,
+        current_generation=partial(parts.store.generation, declared.provider, declared.definition.name),
     )

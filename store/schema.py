@@ -96,7 +96,7 @@ subscriptions = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("generation", BigInteger, nullable=False, server_default=text("0")),
 )
-"""`generation` counts the seeks. It begins above those of all deleted subscriptions."""
+"""`generation` rises with each seek. It begins above those of all deleted subscriptions."""
 
 checkpoints = Table(
     "checkpoints",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, or_, select, update
+from sqlalchemy import Connection, and_, case, delete, or_, select, update
 
 from ..streams.errors import DataDirectoryError, DefinitionConflict
 from ..streams.identity import StreamId
@@ -105,6 +105,15 @@ class SubscriptionStore(StorePart):
         missing. A damaged checkpoint is logged and left out."""
         return self._intact(await self._database.read(_checkpoints_of_queue, provider, queue))
 
+    async def generation(self, provider: str, name: str) -> int:
+        """Return the generation of a subscription. Raises NotFound."""
+        return await self._database.read(_generation, provider, name)
+
+    async def renew_generations(self, now_us: int) -> None:
+        """The store may have lost seeks: let the next generation of each subscription be higher than all lost ones.
+        `now_us`: microseconds since 1970."""
+        await self._database.write(_raise_counter, _NEXT_GENERATION, now_us)
+
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
         """Move a subscription in the given queues, forwards or backwards, and raise its generation. Return its new
         epoch: a process that is attached is fenced. Damaged checkpoints of the subscription are replaced or deleted.
@@ -144,17 +153,29 @@ class SubscriptionStore(StorePart):
 
 # The work of each method, within its transaction
 
+_FIRST_GENERATION = "generation"
+"""New subscriptions begin with this generation at least: acknowledgements for a deleted one of the same name do not
+count for them."""
+_NEXT_GENERATION = "next_generation"
+"""A seek raises the generation to this one at least: positions of effects from before a restore do not count for it."""
+
+
+def _generation(connection: Connection, provider: str, name: str) -> int:
+    found = connection.execute(select(subscriptions.c.generation).where(is_subscription(provider, name))).scalar()
+    if found is None:
+        raise subscription_not_found(provider, name)
+    return found
+
 
 def _create_subscription(
     connection: Connection, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
 ) -> bool:
-    deleted = select(counters.c.value).where(counters.c.name == "generation")
     row = {
         "provider": provider,
         "name": definition.name,
         "definition": definition_text(definition),
         "epoch": 0,
-        "generation": connection.execute(deleted).scalar() or 0,
+        "generation": _counter(connection, _FIRST_GENERATION),
     }
     statement = insert_into(connection, subscriptions).values(row).on_conflict_do_nothing()
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
@@ -193,17 +214,19 @@ def _delete_subscription(connection: Connection, provider: str, name: str) -> No
     generation: int | None = connection.execute(deleted).scalar()
     if generation is None:
         raise subscription_not_found(provider, name)
-    _raise_first_generation(connection, generation + 1)
+    _raise_counter(connection, _FIRST_GENERATION, max(generation + 1, _counter(connection, _NEXT_GENERATION)))
     connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
     connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
     requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
     connection.execute(update(dead_letters).where(requested).values(redrive=False))
 
 
-def _raise_first_generation(connection: Connection, generation: int) -> None:
-    """New subscriptions begin with this generation at least: acknowledgements for a deleted one of the same name do not
-    count for them."""
-    statement = insert_into(connection, counters).values(name="generation", value=generation)
+def _counter(connection: Connection, name: str) -> int:
+    return connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar() or 0
+
+
+def _raise_counter(connection: Connection, name: str, value: int) -> None:
+    statement = insert_into(connection, counters).values(name=name, value=value)
     higher = statement.excluded["value"] > counters.c.value
     connection.execute(
         statement.on_conflict_do_update(
@@ -303,8 +326,10 @@ def _checkpoints_of_queue(connection: Connection, provider: str, queue: int) -> 
 
 def _seek(connection: Connection, provider: str, name: str, positions: Mapping[int, Checkpoint]) -> int:
     epoch = _new_epoch(connection, provider, name)
-    raised = update(subscriptions).where(is_subscription(provider, name))
-    connection.execute(raised.values(generation=subscriptions.c.generation + 1))
+    this, column = is_subscription(provider, name), subscriptions.c.generation
+    least = _counter(connection, _NEXT_GENERATION)
+    raised = case((column + 1 < least, least), else_=column + 1)
+    connection.execute(update(subscriptions).where(this).values(generation=raised))
     _delete_damaged_checkpoints(connection, provider, name)
     _write_checkpoints(connection, _checkpoint_rows(provider, name, epoch, positions))
     return epoch

@@ -47,6 +47,10 @@ class StreamQueues(Protocol):
     def queues_with(self, stream: StreamId) -> Sequence[int]: ...
 
 
+CurrentGeneration = Callable[[], Awaitable[int]]
+"""Asks the control store for the generation of a subscription. Raises NotFound, and Unavailable."""
+
+
 class ProviderOrigin(NamedTuple):
     """The provider and the subscription of a consumer."""
 
@@ -56,6 +60,7 @@ class ProviderOrigin(NamedTuple):
     subscription: str
     shared: bool
     """Whether each event goes to one consumer of the subscription only."""
+    current_generation: CurrentGeneration | None = None
 
 
 class EffectScope(NamedTuple):
@@ -71,6 +76,7 @@ class EffectScope(NamedTuple):
     """Name of the provider."""
     queues: StreamQueues | None = None
     """The queues into which other programs must write a stream. None: not known, or headrace alone writes."""
+    current_generation: CurrentGeneration | None = None
 
 
 @dataclass(slots=True)

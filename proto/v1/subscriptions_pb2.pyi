@@ -358,10 +358,13 @@ class Subscription(_message.Message):
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     dead_letters: _builtins.int
     """The number of its dead letters."""
     gaps: _builtins.int
     """The number of its gap records."""
+    generation: _builtins.int
+    """It rises with each seek."""
     @_builtins.property
     def definition(self) -> Global___SubscriptionDefinition:
         """The stored definition."""
@@ -387,10 +390,11 @@ class Subscription(_message.Message):
         dead_letters: _builtins.int = ...,
         gaps: _builtins.int = ...,
         held: Global___Held | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "held", b"held", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "generation", b"generation", "held", b"held", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

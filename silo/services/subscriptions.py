@@ -116,6 +116,7 @@ class SubscriptionService:
             consumers=consumer_messages(self._consumers[provider.name], definition),
             **await left_behind(call, provider, definition),
             held=await _held(provider, definition),
+            generation=await provider.store.generation(provider.name, definition.name),
         )
         return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
 
