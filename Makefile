@@ -65,10 +65,11 @@ lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, plain English, a
 types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-pytest: CHOSEN = not slow and not long and not second_way
+LONG = long or second_way or spark
+pytest: CHOSEN = not slow and not ($(LONG))
 pytest: ## the tests of make test alone; PYTEST_ARGS chooses
-long: CHOSEN = (long or second_way) and not slow
-long: ## the longer tests of whole programs, and those that repeat a test over two silos, gRPC or PostgreSQL; PYTEST_ARGS chooses
+long: CHOSEN = ($(LONG)) and not slow
+long: ## the longer tests of whole programs and of Spark, and those that repeat a test over two silos, gRPC or PostgreSQL; PYTEST_ARGS chooses
 pytest long: $(STAMPS)/test $(STAMPS)/compiled
 	# A process finds the tests compiled that another one has compiled.
 	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 HEADRACE_TESTS_IN_MEMORY=$(HEADRACE_TESTS_IN_MEMORY) \

@@ -223,6 +223,7 @@ LONG = TIMES.replace("lease_s = 15", "lease_s = 3600").replace("dead_after_s = 1
 """No lease ends while a test runs."""
 
 
+@pytest.mark.long
 def test_a_process_of_this_machine_is_known_to_be_dead_at_once_on_postgresql(
     tmp_path: Path, postgres_url: str, headrace: Headrace
 ):

@@ -90,6 +90,7 @@ def test_an_outbox_whose_provider_no_silo_has_is_named(headrace: Headrace, tmp_p
     assert problems["mistyped"].startswith("no silo has moved events of this provider: check the provider name")
 
 
+@pytest.mark.long
 def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Path):
     at = ("--database", "sqlite:///user.db")
     headrace("effects", "migrate", "sqlite:///user.db")

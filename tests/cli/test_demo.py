@@ -109,6 +109,7 @@ def test_a_run_after_one_that_ended_starts_over(headrace: Headrace):
     assert result["subscriptions"]["slow"]["delivered"] == 300
 
 
+@pytest.mark.long
 def test_interrupted_it_goes_on_and_nothing_comes_twice(tmp_path: Path, headrace: Headrace, start: Start):
     for deliver in (1, EVENTS // 2, EVENTS // 2):
         ran = interrupted(tmp_path, start, deliver)

@@ -42,6 +42,7 @@ def follow(folder: Path, environment: Mapping[str, str]) -> None:
     run(f"{CHANGE_DIRECTORY} && {TEST}")
 
 
+@pytest.mark.long
 def test_three_commands_lead_to_the_first_handled_event(tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()

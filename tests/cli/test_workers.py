@@ -54,6 +54,7 @@ def pids(supervisor: Talking) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 def test_the_workers_are_a_cluster_in_which_one_that_dies_comes_back(supervisor: Talking, headrace: Headrace):
     first, second = addresses(supervisor)
     wait_until(second, lambda cluster: shares(cluster) == {"w-1": 4, "w-2": 4})

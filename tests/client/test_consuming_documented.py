@@ -30,6 +30,7 @@ def run(program: str, silo: SiloProcess) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "prints"),
     [

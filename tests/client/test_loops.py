@@ -44,6 +44,7 @@ for number in range(ROUNDS):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["publish", "consume", "cut_off"])
 def test_a_client_leaves_nothing_for_the_next_loop(silo: SiloProcess, what: str):
     """If grpc still had a callback for a closed loop, it would write an error to stderr."""

@@ -84,6 +84,7 @@ def test_a_seed_always_gives_the_same_history() -> None:
     assert simulate(7).history == simulate(7).history
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_history_in_processes_with_other_orders_in_sets() -> None:
     command = [sys.executable, "-m", "tests.cluster.sim", "--history", "pauses/6"]
     first, second = (
@@ -131,6 +132,7 @@ PLACES = {
 """Functions that gain or lose queues. A silo waits in each of them at some time."""
 
 
+@pytest.mark.long
 @pytest.mark.hypothesis
 def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
     places = recorded("planned", 6) | recorded("pauses", 3)

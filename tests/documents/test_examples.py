@@ -111,6 +111,7 @@ def test_an_adapter_of_your_own_is_declared_and_tested(tmp_path: Path):
         follower.follow(test)
 
 
+@pytest.mark.long
 def test_the_program_with_postgres(tmp_path: Path, postgres_url: str):
     (program,) = [block for block in code_blocks("docs/postgres.md") if block.language == "python"]
     with Follower(tmp_path, {"postgresql://headrace@localhost/headrace": postgres_url}) as follower:

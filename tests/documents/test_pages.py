@@ -38,6 +38,7 @@ def follower(tmp_path: Path, ports: Mapping[str, str]) -> Iterator[Follower]:
         yield follower
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", FOLLOWED)
 def test_each_block_runs_in_its_order(page: str, follower: Follower):
     for block in code_blocks(page):

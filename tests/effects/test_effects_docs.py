@@ -44,6 +44,7 @@ def with_tables(database: UserDatabase) -> None:
         database.execute(f"CREATE TABLE {table} (customer TEXT NOT NULL)")
 
 
+@pytest.mark.long
 async def test_the_pattern_with_fastapi(tmp_path: Path, schema_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     async with user_database("psycopg-async", "", schema_url) as database:

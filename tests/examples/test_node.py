@@ -216,6 +216,7 @@ def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start,
     assert of_stream(consumer.lines, "orders/1") == [f"{how} {n}" for n in range(5) for how in ("good", "lost")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_consumer_follows_the_owners_of_queues(start: Start):
     with SiloServer(arguments=("--workers", "2")) as silos:

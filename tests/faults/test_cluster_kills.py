@@ -24,6 +24,7 @@ SHARES = {4: (2, 2, 1, 1), 3: (2, 2, 2), 2: (3, 3)}
 pytestmark = pytest.mark.timeout(200 + SECONDS)
 
 
+@pytest.mark.long
 @over("postgres")
 @pytest.mark.parametrize("names", ["abc", pytest.param("abcd", marks=pytest.mark.slow)])
 async def test_queues_are_shared_by_the_living_silos(

@@ -151,6 +151,7 @@ def django_shop(serving: Callable[..., Uvicorn], tmp_path: Path) -> Uvicorn:
     )
 
 
+@pytest.mark.long
 def test_django_publishes_in_views_after_commits_and_by_its_outbox_and_runs_its_tasks(django_shop: Uvicorn):
     with client(django_shop.url) as shop:
         for action, said in (("orders", "ordered"), ("pay", "paid"), ("refund", "refunded")):

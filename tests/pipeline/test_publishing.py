@@ -233,6 +233,7 @@ def test_batch_is_published_once_wherever_a_process_is_killed(place: ProviderPla
         assert of_namespace(found, app) == content(app, text), app
 
 
+@pytest.mark.long
 def test_the_same_over_grpc(silo: SiloProcess, tmp_path: Path) -> None:
     wanted = asyncio.run(killed_everywhere(ProviderPlace(None, silo.address), tmp_path))
     silo.stop()

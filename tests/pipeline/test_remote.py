@@ -154,6 +154,7 @@ def offsets_over(chunks: Iterator[BatchChunk], after: int, then: Callable[[], ob
     return offsets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [SiloProcess.kill, SiloProcess.stop], ids=["killed", "stopped"])
 def test_another_silo_goes_on(tmp_path: Path, silos: Callable[[], SiloProcess], end: Callable[[SiloProcess], None]):
     total = large(tmp_path)

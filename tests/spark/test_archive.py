@@ -131,7 +131,6 @@ def test_an_event_may_have_any_timestamp(spark: SparkSession, data: Path, kept: 
     assert {row.us: row.date for row in found if -2 < row.us < 1} == {-1: "1969-12-31", 0: "1970-01-01"}
 
 
-@pytest.mark.long
 def test_any_reader_of_parquet_reads_an_archive(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 300, ["flights", "a/b c=%", "Zürich 日本"])
     archive(spark, kept, data=data)
@@ -153,7 +152,6 @@ def test_events_are_in_order_within_each_file(spark: SparkSession, data: Path, k
         assert places == sorted(places, key=lambda place: tuple(place.values()))
 
 
-@pytest.mark.long
 def test_each_run_adds_new_events(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 500)
     assert archive(spark, kept, data=data, compact=False).events == 500
@@ -166,7 +164,6 @@ def test_each_run_adds_new_events(spark: SparkSession, data: Path, kept: Path):
     assert rows(read_archive(spark, kept)) == rows(log(spark, data))
 
 
-@pytest.mark.long
 def test_a_run_goes_in_steps(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 900, ["flights"])
     told: list[tuple[int, int]] = []
@@ -177,7 +174,6 @@ def test_a_run_goes_in_steps(spark: SparkSession, data: Path, kept: Path):
     assert json.loads((kept / "_headrace/state.json").read_bytes())["run"] == len(told) - 1
 
 
-@pytest.mark.long
 def test_small_files_are_put_together(spark: SparkSession, data: Path, kept: Path):
     for turn in range(3):
         publish(data, turn * 300, 300, ["flights", "", "007"])
@@ -217,7 +213,6 @@ ADDING, COMPACTING = ("sync", "intent", "move", "directories", "state", "done"),
 
 
 # Without Spark, `tests/pipeline/jobs/test_archive_files.py` kills at every step.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("compacting", "steps"),
     [
@@ -282,7 +277,6 @@ archive(session("killed", "local[1]"), sys.argv[2], data=sys.argv[1], events_per
 """
 
 
-@pytest.mark.long
 def test_another_provider_is_refused(spark: SparkSession, data: Path, kept: Path, tmp_path: Path):
     publish(data, 0, 30)
     publish(tmp_path / "other", 0, 30)
@@ -312,7 +306,6 @@ def test_directory_without_an_archive_is_refused(spark: SparkSession, data: Path
         read_archive(spark, tmp_path / "new")
 
 
-@pytest.mark.long
 def test_a_name_that_no_directory_can_have_is_refused(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 3, ["x" * 300])
     with pytest.raises(InvalidArgument, match=r"namespace 'x+…' is too long .* leave it out"):
@@ -321,7 +314,6 @@ def test_a_name_that_no_directory_can_have_is_refused(spark: SparkSession, data:
     assert archive(spark, kept.with_name("some"), data=data, namespace="f*").events == 3
 
 
-@pytest.mark.long
 def test_retention_that_was_faster_is_told_or_noted(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 300, ["flights"])
     archive(spark, kept, data=data)

@@ -129,7 +129,6 @@ def test_checkpoints_and_dead_letters_account_for_every_event(spark: SparkSessio
     assert "no such book" in letter.reason
 
 
-@pytest.mark.long
 def test_a_dead_letter_of_another_event_at_the_same_position_does_not_count(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, [(f"n/{n}", Event(b"%d" % n, timestamp_us=n)) for n in range(4)], queues=1)
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), start=Start.earliest())
@@ -157,7 +156,6 @@ def test_events_that_consumers_wrote_are_compared_one_by_one(spark: SparkSession
     assert found.ok
 
 
-@pytest.mark.long
 def test_a_planted_gap_and_planted_duplicates_are_found(spark: SparkSession, scene: Scene, tmp_path: Path):
     lost, twice, *_ = scene.delivered
     wrong = [*scene.delivered[1:], twice, scene.dead, (0, 0, 99), (7, 0, 0), (1, 10_000, 0)]
@@ -185,7 +183,6 @@ def test_all_findings_are_counted_when_few_are_listed(spark: SparkSession, scene
     assert len(one.findings) == 1
 
 
-@pytest.mark.long
 def test_events_that_a_subscription_skipped_have_a_gap_record(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, [(f"n/{n % 2}", b"x") for n in range(20)], queues=1)
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), start=Start.earliest())
@@ -212,7 +209,6 @@ def test_events_that_a_subscription_skipped_have_a_gap_record(spark: SparkSessio
     assert reasons == {("0", "range", 1), ("1", "range", 1), ("1", "single", 1), ("1", "of one stream", 2)}
 
 
-@pytest.mark.long
 def test_events_removed_undone_are_missing_unless_a_record_has_them(spark: SparkSession, tmp_path: Path):
     first = publish_and_retain(tmp_path)
     one = only(audit(spark, data=tmp_path))

@@ -75,7 +75,6 @@ def test_the_replay_of_an_archive_is_the_original_stream_by_stream(
     assert not list((other / "staging").rglob("*.json"))
 
 
-@pytest.mark.long
 def test_a_part_of_a_log_goes_to_another_namespace(spark: SparkSession, data: Path):
     publish(data, 0, 400)
     before = streams(spark, data)
@@ -107,7 +106,6 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.long
 def test_a_replay_that_is_killed_goes_on_where_it_was(spark: SparkSession, data: Path, other: Path):
     publish(data, 0, 1200)
 
@@ -128,7 +126,6 @@ def test_a_replay_that_is_killed_goes_on_where_it_was(spark: SparkSession, data:
         assert found == [each for each in original[name] if int(each[0]) < 1200]
 
 
-@pytest.mark.long
 def test_with_a_name_a_replay_is_done_once_for_ever(spark: SparkSession, data: Path, other: Path):
     publish(data, 0, 40)
     assert replay(spark, {"data": data}, data=other, name="restore") == ("restore", 40, 40)
@@ -153,7 +150,6 @@ def test_at_a_chosen_speed_all_comes_in_order_once_and_not_sooner(
     assert max(row.stored for row in rows) - min(row.stored for row in rows) >= timedelta(seconds=0.8)
 
 
-@pytest.mark.long
 def test_at_a_chosen_speed_it_goes_on_where_it_was(
     spark: SparkSession, data: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,7 +43,6 @@ def minutes(rows: Iterable[Row]) -> list[tuple[float, str, str | None, int]]:
     return [((row.window_start - UTC_BEGIN) / timedelta(minutes=1), row.by, row.key, row.events) for row in rows]
 
 
-@pytest.mark.long
 def test_windows_have_counts_rates_and_latencies_of_streams_and_namespaces(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
     items = [at(n / 60, f"a/{n % 2}", size=n) for n in range(60)]
@@ -61,7 +60,6 @@ def test_windows_have_counts_rates_and_latencies_of_streams_and_namespaces(spark
     assert spark.read.parquet(str(to)).columns == [*COLUMNS, "batch"]
 
 
-@pytest.mark.long
 def test_a_timestamp_at_the_end_of_the_calendar_does_not_end_the_query(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(0), *(("a/1", Event(b"", timestamp_us=time_us)) for time_us in (MIN_TIME_US, MAX_TIME_US))])
@@ -69,7 +67,6 @@ def test_a_timestamp_at_the_end_of_the_calendar_does_not_end_the_query(spark: Sp
     assert minutes(written(spark, to)) == [(0, "namespace", None, 1), (0, "stream", "1", 1)]
 
 
-@pytest.mark.long
 def test_late_events_count_while_their_window_is_open_and_are_told_of_after(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
     chosen = {"by": "stream", "watermark": timedelta(minutes=2)}
@@ -84,7 +81,6 @@ def test_late_events_count_while_their_window_is_open_and_are_told_of_after(spar
     assert minutes(written(spark, to)) == [(0, "stream", "1", 2), (2, "stream", "1", 1), (3, "stream", "1", 1)]
 
 
-@pytest.mark.long
 def test_events_of_a_rollup_are_in_streams_and_not_read_by_it(spark: SparkSession, tmp_path: Path):
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
     publish(data, [at(0, "a b/1/2"), at(9, "a b/1/2")])
@@ -116,7 +112,6 @@ def test_impossible_arguments_are_refused(spark: SparkSession, tmp_path: Path, o
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.long
 def test_a_checkpoint_goes_with_one_rollup_and_its_directory(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(0), at(9)])

@@ -116,7 +116,6 @@ def test_every_column_arrives(spark: SparkSession, tmp_path: Path):
     assert abs((second.time - datetime.now(UTC)).total_seconds()) < 24 * 3600
 
 
-@pytest.mark.long
 def test_a_write_is_repeated_only_by_a_number_of_its_own(spark: SparkSession, tmp_path: Path):
     data = tmp_path / "d"
     for version, start in (("1", 0), ("1", 100), ("2", 200), ("1", 300)):
@@ -146,7 +145,6 @@ def test_a_query_publishes_each_batch_once_even_if_batches_are_repeated(spark: S
     assert [path.name for path in folder.iterdir()] == ["3.done"]
 
 
-@pytest.mark.long
 def test_a_query_with_a_new_checkpoint_is_another_one_unless_it_is_named(spark: SparkSession, tmp_path: Path):
     source = Input(spark, tmp_path)
     source.add(range(10))
@@ -157,7 +155,6 @@ def test_a_query_with_a_new_checkpoint_is_another_one_unless_it_is_named(spark: 
     assert sum(map(len, look(tmp_path / "unnamed").values())) == 20
 
 
-@pytest.mark.long
 def test_totals_that_change_are_published_by_foreach_batch(spark: SparkSession, tmp_path: Path):
     data, checkpoint, source = tmp_path / "d", tmp_path / "c", Input(spark, tmp_path)
 
@@ -186,7 +183,6 @@ def test_rows_that_are_read_may_be_written(spark: SparkSession, tmp_path: Path):
     assert look(tmp_path / "b") == wanted(range(100))
 
 
-@pytest.mark.long
 def test_a_silo_is_published_to(
     spark: SparkSession,
     silo: SiloProcess,
@@ -205,7 +201,6 @@ def test_a_silo_is_published_to(
     assert [path.name for path in (checkpoint / "headrace-staging" / "default").glob("*/*")] == ["0.done"]
 
 
-@pytest.mark.long
 def test_a_row_that_cannot_be_published_fails_the_whole_write_on_one_line(spark: SparkSession, tmp_path: Path):
     data = tmp_path / "d"
     bad = rows(spark, 100, 4).selectExpr("namespace", "key", "if(payload = '77', null, payload) AS payload")
@@ -217,7 +212,6 @@ def test_a_row_that_cannot_be_published_fails_the_whole_write_on_one_line(spark:
     assert [path.name for path in (data / "staging").rglob("00003-*.staged")] == []
 
 
-@pytest.mark.long
 def test_unsupported_modes_are_refused_in_one_line(spark: SparkSession, tmp_path: Path):
     data, source = tmp_path / "d", Input(spark, tmp_path)
     with pytest.raises(PySparkException) as caught:
@@ -235,7 +229,6 @@ def test_unsupported_modes_are_refused_in_one_line(spark: SparkSession, tmp_path
     told(caught, "InvalidArgument: output mode 'complete': streams are append only")
 
 
-@pytest.mark.long
 def test_rows_may_come_later(spark: SparkSession, tmp_path: Path) -> None:
     data = tmp_path / "d"
     frame = rows(spark, 10).selectExpr("*", "IF(payload < 5, NULL, INTERVAL '1' HOUR) AS delay")

@@ -59,7 +59,6 @@ def test_published_events_are_read_in_order(spark: SparkSession, tmp_path: Path)
     assert {row.headers for row in rows if row.namespace == "n"} == {None}
 
 
-@pytest.mark.long
 def test_namespaces_keys_and_columns_are_chosen_by_options(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, [*numbered(20), *numbered(20, namespace="m")])
     chosen = read(spark, tmp_path, namespace="m", key="[*", columns="key,payload,stored")
@@ -72,7 +71,6 @@ def test_namespaces_keys_and_columns_are_chosen_by_options(spark: SparkSession, 
     assert read(spark, tmp_path, key="4").count() == 8
 
 
-@pytest.mark.long
 def test_a_range_is_read_by_offsets_token_or_time(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, numbered(10, streams=1), queues=1)
     assert payloads(read(spark, tmp_path, start='{"0": 3}', end='{"0": 5}')) == [b"3", b"4"]
@@ -83,7 +81,6 @@ def test_a_range_is_read_by_offsets_token_or_time(spark: SparkSession, tmp_path:
     assert payloads(read(spark, tmp_path, start='{"0": 7}', end='{"0": 5}')) == []
 
 
-@pytest.mark.long
 def test_large_queues_are_cut_and_small_ones_share_a_partition(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, numbered(300, streams=50), queues=4)
     assert read(spark, tmp_path).rdd.getNumPartitions() == 1
@@ -250,7 +247,6 @@ def test_micro_batches_are_bounded_in_bytes(spark: SparkSession, tmp_path: Path)
     assert written(spark, tmp_path) == list(range(100))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "trigger", [{"availableNow": True}, pytest.param({"processingTime": "0 seconds"}, marks=pytest.mark.slow)]
 )
@@ -297,7 +293,6 @@ def delete_below(data: Path, queue: int, offset: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.long
 def test_offsets_that_are_gone_fail_the_query_unless_it_is_to_go_on(spark: SparkSession, tmp_path: Path):
     data = tmp_path / "data"
     for number in range(4):  # blocks of their own
@@ -318,7 +313,6 @@ def test_offsets_that_are_gone_fail_the_query_unless_it_is_to_go_on(spark: Spark
     assert written(spark, tmp_path) == [0, 1, 2, 3, 6]
 
 
-@pytest.mark.long
 def test_a_checkpoint_of_another_provider_or_of_other_streams_is_refused(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", numbered(5), queues=2)
     publish(tmp_path / "more", numbered(50), queues=2)
@@ -336,7 +330,6 @@ def test_a_checkpoint_of_another_provider_or_of_other_streams_is_refused(spark: 
     assert run_available(stream(spark, tmp_path / "more", failOnDataLoss="false"), tmp_path) == [50]
 
 
-@pytest.mark.long
 def test_end_is_not_for_streaming(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", numbered(5))
     with pytest.raises(PySparkException) as caught:

@@ -235,6 +235,7 @@ def test_leases_on_a_file_are_those_of_the_model(tmp_path: Path):
     run_state_machine_as_test(OnAFile, settings=STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.hypothesis
 def test_leases_on_a_server_are_those_of_the_model(postgres_server: PostgresServer):
     class OnAServer(Cluster):

@@ -210,6 +210,7 @@ def test_two_stores_on_a_file_agree_with_the_model(tmp_path: Path):
     run_state_machine_as_test(OnAFile, settings=STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.hypothesis
 def test_two_stores_on_a_server_agree_with_the_model(postgres_server: PostgresServer):
     class OnAServer(TwoStores):

@@ -174,6 +174,7 @@ async def test_stuck(stuck, headrace):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["-p", "no:asyncio", "-p", "no:anyio"], ["-o", "asyncio_mode=auto"]])
 def test_the_options_of_the_provider_may_come_from_async_fixtures(tmp_path: Path, arguments: list[str]) -> None:
     scope = [] if "no:asyncio" in arguments else ["-o", "asyncio_default_fixture_loop_scope=function"]

@@ -29,6 +29,7 @@ def check(project: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_pyright_strict_finds_the_mistakes_and_nothing_else(project: Path) -> None:
     check(project, "pyright", "--pythonpath", sys.executable)
 

@@ -503,6 +503,7 @@ async def test_record_that_is_copied_with_its_headers_is_an_event_of_its_own(add
             assert await received(await adapter.open_receiver(1, 0), 4) == ["a"] * 4
 
 
+@pytest.mark.long
 async def test_checkpoint_has_only_the_keys_that_are_stuck_however_many_events_pass(
     address: str, topic: str, tmp_path: Path
 ) -> None:

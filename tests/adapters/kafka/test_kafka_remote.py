@@ -93,6 +93,7 @@ class TwoMembers:
             await asyncio.wait(members)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("record_format", ["packed", "raw"])
 async def test_each_mode_delivers_over_kafka(kafka_server: KafkaServer, tmp_path: Path, record_format: str) -> None:
     """Bound: each queue has one of the consumers. Broadcast: each consumer gets all events."""

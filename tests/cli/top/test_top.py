@@ -93,6 +93,7 @@ def has(text: str) -> Callable[[list[str]], bool]:
     return lambda lines: any(text in line for line in lines)
 
 
+@pytest.mark.long
 async def test_a_silo_is_watched_sorted_filtered_and_looked_into(tmp_path: Path) -> None:
     async with scene(tmp_path) as found, watching("--server", found.silo.grpc_address or "") as terminal:
         lines = await terminal.until(has("report"))

@@ -27,6 +27,7 @@ def exported(url: str, file: Path, **chosen: Any) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["aiosqlite", "psycopg-async"])
 async def test_all_states_of_a_subscription_are_in_the_file(kind: str, tmp_path: Path, schema_url: Callable[[], str]):
     async def keep(event: Any, tx: Transaction) -> None:

@@ -66,6 +66,7 @@ async def picture(page: Page, name: str) -> None:
         await page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
 
 
+@pytest.mark.long
 async def test_each_page_shows_what_happens(tmp_path: Path, chromium: str):
     async with scene(tmp_path) as found, browsing(chromium) as page:
         await go(page, found, "overview")
