@@ -20,9 +20,9 @@ from ..proto.v1 import consumer_pb2 as pb
 from ..streams import wire
 from ..streams.arguments import check_seconds
 from ..streams.background import first_of
-from ..streams.errors import Closed, HeadraceError
+from ..streams.errors import Closed, HeadraceError, NotFound
 from ..streams.identity import StreamId
-from ..streams.subscriptions import GapRecord, Mode, Start
+from ..streams.subscriptions import GapRecord, Mode, Start, SubscriptionDefinition
 from ..streams.transactions import ProviderOrigin
 from .consumer_links import ConsumerLinks
 from .held_account import SessionStatistics
@@ -81,8 +81,8 @@ class Consumer(SubscriptionHandle):
         super().__init__(management, plan.name)
         self.id = plan.consumer
         """The consumer's id. If none was given, the silo makes one."""
-        self.definition = plan.definition
-        """Definition of the subscription, as it is stored."""
+        self.definition: SubscriptionDefinition | None = plan.definition
+        """Definition of the subscription, as it is stored. Once a silo has accepted the consumer, it stays the same."""
         self.state = SessionState.CONNECTING
         self.error: BaseException | None = None
         """The error with which it ended, if not by `aclose`."""
@@ -282,8 +282,12 @@ class Consumer(SubscriptionHandle):
         return opening
 
     def _accepted(self, opened: pb.Opened) -> None:
-        self.id = opened.consumer
-        self.definition = wire.definition_of(opened.definition)
+        definition = wire.definition_of(opened.definition)
+        if self._opened.is_set() and definition != self.definition:  # its selector may be another one
+            raise NotFound(
+                f"subscription {self.name!r} was deleted, and created anew with another definition: subscribe again"
+            )
+        self.id, self.definition = opened.consumer, definition
         shared = self.definition.mode is not Mode.BROADCAST
         generation = partial(self._management.generation_of, self.name)
         origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, generation)

@@ -35,6 +35,10 @@ _CONFLICTS = frozenset({"40001", "40P01", "55P03", "57014"})
 """SQL states after which the same transaction may succeed: conflicts, and locks that others hold for too long."""
 
 
+class NoTimeLeftError(StorageError):
+    """The deadlines of all calls have passed before the next part of a large commit. The connection is good."""
+
+
 class PostgresCommitter:
     """Stores calls in groups, in the order of `submit`. Used from one event loop; has a thread and a connection.
 
@@ -161,6 +165,7 @@ class PostgresCommitter:
         """
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         uncertain: GroupTransaction | None = None
+        reason: psycopg.Error | StorageError | None = None
         while waiting:
             attempt = GroupTransaction(self._provider, tuple(waiting), self._limits)
             committing = False
@@ -183,7 +188,9 @@ class PostgresCommitter:
             if committing and _ends_connection(failure):
                 uncertain = attempt  # else the server has answered that it stored nothing
             self._after_failure(failure)
-            explained = self._failure(failure, uncertain=uncertain is not None)
+            if reason is None or not isinstance(failure, NoTimeLeftError):
+                reason = failure  # otherwise the attempts before took the time, and had a reason
+            explained = self._failure(reason, uncertain=uncertain is not None)
             if not _is_transient(failure):
                 raise explained
             now = time.monotonic()
@@ -214,10 +221,10 @@ class PostgresCommitter:
             connection.deadline.begin()
 
     def _renew_deadline(self, connection: Connection[TupleRow], calls: Sequence[WaitingCall]) -> None:
-        """Allow the next part of a large commit its own time. Raises StorageError if the calls have no time left."""
+        """Allow the next part of a large commit its own time. Raises NoTimeLeftError."""
         if max(call.deadline for call in calls) <= time.monotonic():
             nbytes = sum(call.nbytes for call in calls)
-            raise StorageError(
+            raise NoTimeLeftError(
                 f"{self._place.shown}: {nbytes:,} bytes of one commit could not be stored in the time that publishes "
                 "have: publish fewer events in one call, or raise publish_timeout_s"
             )
@@ -226,7 +233,8 @@ class PostgresCommitter:
     def _after_failure(self, failure: BaseException) -> None:
         """End the transaction that failed. If that does not work, or after an outage, drop the connection."""
         connection = self._connection
-        if connection is not None and not connection.closed and getattr(failure, "sqlstate", None):
+        answered = isinstance(failure, NoTimeLeftError) or getattr(failure, "sqlstate", None)
+        if connection is not None and not connection.closed and answered:
             with suppress(psycopg.Error):
                 self._begin_deadline(connection)
                 connection.execute("ROLLBACK")

@@ -4,7 +4,7 @@
 // any moment: events that it had not acknowledged come again, to it or to another consumer.
 "use strict";
 
-const { connect, metadata, ended, eventsOf, reportOf, newest, retryable, backoff } = require("./headrace");
+const { connect, metadata, ended, eventsOf, reportOf, newest, openAgain, retryable, backoff } = require("./headrace");
 
 // The most that each session holds: on the way to us, waiting, and being handled.
 const CREDIT = { events: 1000, bytes: 4 << 20 };
@@ -37,7 +37,7 @@ class Session {
       this.silo ||= opened.silo;
       this.heartbeat = setInterval(() => this.closed || this.call.write({}), opened.heartbeat_ms);
       this.consumer.failures = 0;
-      this.consumer.open.consumer = opened.consumer; // all sessions, also later ones, are of the same consumer
+      this.consumer.open = openAgain(this.consumer.definition, opened); // all sessions are of the same consumer
     }
     for (const status of queues) {
       const before = this.statuses.get(status.queue);
@@ -84,6 +84,7 @@ class Session {
 class Consumer {
   constructor(addresses, definition, id, handle) {
     this.addresses = addresses; // of silos: the given ones, and those of owners
+    this.definition = definition;
     this.open = { definition, consumer: id, direct: true };
     this.handle = handle;
     this.sessions = [];
@@ -136,9 +137,8 @@ class Consumer {
 
 async function main(addresses, name, selector, id) {
   if (!selector) throw new Error("usage: node consumer.js ADDRESS[,ADDRESS...] SUBSCRIPTION SELECTOR [CONSUMER]");
-  const definition = { name, selector, start: { earliest: true } };
   const print = (event, batch) => console.log(`${batch.namespace}/${batch.key} ${event.payload}`);
-  const consumer = new Consumer(addresses.split(","), definition, id ?? "", print);
+  const consumer = new Consumer(addresses.split(","), { name, selector, start: { earliest: true } }, id ?? "", print);
   for (const signal of ["SIGINT", "SIGTERM"]) process.once(signal, () => consumer.stop());
   await consumer.run();
 }

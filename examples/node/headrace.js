@@ -112,6 +112,13 @@ function reportOf({ queue, epoch, generation }, { offset }, events, done) {
   return { queue, epoch, generation, acknowledgements, released };
 }
 
+// How later sessions of a consumer open. They name the subscription only: if it was deleted, it is not created again.
+// Throws if it was created anew with another selector.
+function openAgain({ name, selector }, { consumer, definition }) {
+  if (definition.selector !== selector) throw new Error(`${name} was created anew, and selects ${definition.selector}`);
+  return { subscription: name, consumer, direct: true };
+}
+
 // Whether the same call may succeed later. The silo says so of its own errors; a broken connection may come back.
 function retryable(error) {
   const { CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE } = grpc.status;
@@ -126,4 +133,4 @@ function backoff(failures) {
   return new Promise((resume) => setTimeout(resume, (0.5 + Math.random() / 2) * limit_ms));
 }
 
-module.exports = { connect, metadata, ended, batchOf, eventsOf, reportOf, newest, retryable, backoff };
+module.exports = { connect, metadata, ended, batchOf, eventsOf, reportOf, newest, openAgain, retryable, backoff };

@@ -7,6 +7,7 @@
 const { connect, metadata, eventsOf, reportOf, retryable, backoff } = require("./headrace");
 
 let stopping = false;
+let created = false;
 
 function call(client, method, request) {
   const settle = (resolve, reject) => (error, response) => (error ? reject(error) : resolve(response));
@@ -18,7 +19,8 @@ function call(client, method, request) {
 async function consume(address, definition, pull) {
   const [subscriptions, consumers] = ["SubscriptionService", "ConsumerService"].map((name) => connect(name, address));
   try {
-    await call(subscriptions, "CreateSubscription", { definition });
+    if (!created) await call(subscriptions, "CreateSubscription", { definition });
+    created = true; // if the subscription is deleted, it is not created again
     do {
       pull.leave = stopping;
       const { batches, queues } = await call(consumers, "Pull", pull);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -42,7 +43,8 @@ QUEUES_AT_ONCE = 8
 MAX_PAUSED = 100
 MAX_IDS = 10_000
 POLL_S = 0.25
-"""Interval of reading the position of a subscription that another silo serves, in seconds."""
+"""How often a call that waits reads the position of a subscription that another silo serves, and checks whether its
+token was revoked, in seconds."""
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
@@ -166,7 +168,7 @@ class SubscriptionService:
         request = parsed(pb.AwaitCaughtUpRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
-        await _unless_closing(call, _all_caught_up(provider, definition))
+        await _while_open(call, _all_caught_up(provider, definition))
         return pb.AwaitCaughtUpResponse().SerializeToString()
 
     async def resume(self, call: ServiceCall, message: bytes) -> bytes:
@@ -381,11 +383,16 @@ def _done(at: Checkpoint, end: int) -> bool:
     return at.next_offset >= end and all(behind.paused or behind.token.offset >= end for behind in at.behind.values())
 
 
-async def _unless_closing(call: ServiceCall, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a long wait. Raise Unavailable if the silo stops meanwhile."""
+async def _while_open(call: ServiceCall, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a long wait. Raise Unavailable if the silo stops meanwhile, Unauthenticated if the token is
+    revoked."""
 
     async def refuse() -> NoReturn:
-        await call.closing.wait()
+        while not call.closing.is_set():
+            call.check_valid()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await call.closing.wait()
         raise Unavailable("the silo stops: ask again when it is back, or ask another silo")
 
     return await first_of(work, refuse(), name="headrace call")

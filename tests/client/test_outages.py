@@ -14,7 +14,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace import Client, Closed, Consumer, Event, ReceivedBatch, RetryPolicy, SessionState, Unavailable
+from headrace import (
+    Client,
+    Closed,
+    Consumer,
+    Event,
+    NotFound,
+    ReceivedBatch,
+    RetryPolicy,
+    Selector,
+    SessionState,
+    StreamId,
+    SubscriptionDefinition,
+    Unavailable,
+)
+from headrace.silo.provider import Provider
 from tests.client.consumers import PATIENCE_S, Seen, numbers, publish, take, until
 from tests.client.cutting import CuttingProxy
 from tests.client.silos import SiloProcess, Silos
@@ -311,6 +325,29 @@ async def test_a_consumer_goes_on_if_a_cluster_takes_the_place_of_a_silo_alone_a
             await until(lambda: consumer.statistics().held_events == 0)
         await consuming
     check_once(seen, 4)
+
+
+async def test_a_consumer_that_reconnects_gets_nothing_of_a_subscription_that_was_created_anew(silo: SiloProcess):
+    handled: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        handled.append(event.payload)
+
+    async with Client(silo.address) as client, client.subscribe("a", ORDERS) as consumer:
+        definition = consumer.definition
+        subscription = await client.subscribe("b", ORDERS, handle)
+        await asyncio.to_thread(silo.stop)
+        async with Provider.open(silo.data) as provider:
+            for name in "ab":
+                await provider.delete_subscription(name)
+                await provider.create_subscription(SubscriptionDefinition(name=name, selector=Selector("others/*")))
+            await provider.publish(StreamId("others", "k"), b"not for them")
+        await asyncio.to_thread(silo.start)
+        with pytest.raises(NotFound, match="was deleted, and created anew with another definition"):
+            await asyncio.wait_for(anext(consumer), PATIENCE_S)
+        await until(lambda: subscription.consumer.error is not None or handled != [])
+        assert isinstance(subscription.consumer.error, NotFound)
+        assert (consumer.definition, handled) == (definition, [])
 
 
 @pytest.mark.mostly_native

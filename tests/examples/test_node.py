@@ -1,5 +1,6 @@
 """The Node.js example against a real silo: events reach the consumers, also if one of them or the silo is killed."""
 
+import asyncio
 import contextlib
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 
 from benchmarks.servers import find_program
 from benchmarks.silo_server import SiloServer
-from headrace import StreamId, SyncClient
+from headrace import Provider, Selector, StreamId, SubscriptionDefinition, SyncClient
 from tests.client.silos import SiloProcess
 from tests.examples.programs import TIMEOUT_S, Program, first_times, numbered, of_stream, stop_worker
 
@@ -237,6 +238,30 @@ def test_consumer_follows_the_owners_of_queues(start: Start):
         values = of_stream(consumer.lines, f"orders/{stream}")
         assert first_times(values) == numbered(300)
         assert values[:200] == numbered(200), "a queue that moved in order was delivered twice"
+
+
+@pytest.mark.long
+def test_consumer_does_not_create_a_deleted_subscription_again(start: Start, silo: SiloProcess):
+    consumers = [start("consumer", name, "orders/*") for name in ("deleted", "anew")]
+    publish(start, "orders/1", ["0"])
+    for consumer in consumers:
+        consumer.until(lambda lines: lines != [])
+    silo.stop()
+    asyncio.run(replace_subscriptions(silo.data))
+    silo.start()
+    assert [consumer.process.wait(TIMEOUT_S) for consumer in consumers] == [1, 1]
+    deleted, anew = (consumer.lines[-1] for consumer in consumers)
+    assert re.match(r"consumer: .*'deleted'", deleted)
+    assert anew == "consumer: anew was created anew, and selects others/*"
+    with SyncClient(silo.address) as client:
+        assert [one.name for one in client.subscriptions()] == ["anew"]
+
+
+async def replace_subscriptions(data: Path) -> None:
+    async with Provider.open(data) as provider:
+        for name in ("deleted", "anew"):
+            await provider.delete_subscription(name)
+        await provider.create_subscription(SubscriptionDefinition(name="anew", selector=Selector("others/*")))
 
 
 def test_hopeless_consumer_ends_with_a_message(start: Start):

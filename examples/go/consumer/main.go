@@ -22,6 +22,8 @@ import (
 	pb "example.org/headrace/v1"
 )
 
+var created bool // if the subscription is deleted, it is not created again
+
 func main() {
 	log.SetFlags(0)
 	log.SetPrefix("consumer: ")
@@ -58,9 +60,12 @@ func consume(stopped context.Context, address string, definition *pb.Subscriptio
 	}
 	defer connection.Close()
 	ctx := context.Background()
-	create := &pb.CreateSubscriptionRequest{Definition: definition}
-	if _, err := pb.NewSubscriptionServiceClient(connection).CreateSubscription(ctx, create); err != nil {
-		return err
+	if !created {
+		create := &pb.CreateSubscriptionRequest{Definition: definition}
+		if _, err := pb.NewSubscriptionServiceClient(connection).CreateSubscription(ctx, create); err != nil {
+			return err
+		}
+		created = true
 	}
 	for {
 		pull.Leave = stopped.Err() != nil

@@ -25,10 +25,10 @@ from headrace.adapters.postgres.group import WaitingCall
 from headrace.adapters.postgres.options import PostgresOptions
 from headrace.adapters.postgres.schema import ProviderRow, register
 from headrace.adapters.receiving import QueueReceiver
-from headrace.streams.errors import StorageError
+from headrace.streams.errors import StorageError, StorageFull
 from headrace.streams.identity import SequenceToken
 from headrace.streams.publishing import ProducerSequence, Receipt
-from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, texts
+from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, tables, texts
 from tests.effects.test_lost_answers import CommitCutter
 from tests.faults.cluster_stores import lasting_port
 
@@ -143,6 +143,29 @@ async def test_each_call_fails_at_its_own_deadline_and_later_ones_of_its_group_a
     assert committer.backend_pid()
     await committer.aclose()
     assert not committer.backend_pid()  # the server may give the number to another process
+
+
+@pytest.mark.parametrize(("state", "is_full"), [("53100", True), ("25006", False), ("55P03", False)])
+async def test_a_large_call_fails_with_the_reason_of_the_server(postgres_url: str, state: str, is_full: bool) -> None:
+    committer = await committer_at(postgres_url, QUICK)
+    await submitted(committer, "connect", timeout_s=20)
+    before = committer.backend_pid()
+    ask(
+        postgres_url,
+        f"""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql
+        AS $$ BEGIN RAISE 'not today' USING ERRCODE = '{state}'; END $$;
+        CREATE TRIGGER refuse BEFORE INSERT ON {tables(postgres_url)[0]} FOR EACH ROW EXECUTE FUNCTION refuse()
+        """,
+    )
+    large = "x" * (QUICK.literal_bytes + 1)
+    with pytest.raises(StorageError, match="not today") as caught:
+        await submitted(committer, large, timeout_s=0.5)
+    assert isinstance(caught.value, StorageFull) is is_full
+    ask(postgres_url, "DROP FUNCTION refuse CASCADE")
+    await submitted(committer, large, timeout_s=20)
+    assert committer.backend_pid() == before, "the connection was replaced"
+    await committer.aclose()
 
 
 async def test_a_connection_is_not_waited_for_when_no_time_is_left() -> None:

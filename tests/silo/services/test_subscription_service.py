@@ -10,12 +10,25 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from headrace import DeadLetter, Event, GapRecord, OnFailure, RetryPolicy, SequenceToken, StreamId
+from headrace import (
+    DeadLetter,
+    Event,
+    GapRecord,
+    OnFailure,
+    RetryPolicy,
+    Selector,
+    SequenceToken,
+    StreamId,
+    SubscriptionDefinition,
+)
 from headrace.proto.v1 import consumer_pb2
 from headrace.proto.v1 import subscriptions_pb2 as pb
+from headrace.server.access import NoTokens, Permission, Principal
 from headrace.silo.host import Silo
 from headrace.silo.provider import Provider
 from headrace.silo.service_limits import ServiceLimits
+from headrace.silo.services.subscriptions import SubscriptionService
+from headrace.silo.services.visible import VisibleBounds
 from headrace.streams.subscriptions import of_consumer
 from headrace.streams.wire import definition_of
 from tests.client.consumers import until
@@ -28,6 +41,7 @@ from tests.silo.services.calling import (
     batch,
     connecting,
     make_tokens,
+    offering,
     opened,
 )
 
@@ -210,6 +224,27 @@ async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Pa
         await silos.aclose()
         with pytest.raises(Refused, match=r"UNAVAILABLE \(unavailable\): the silo stops"):
             await waiting
+
+
+class RevokedDuringCall(NoTokens):
+    """Its token is valid when a call begins, and not any more while the call is open."""
+
+    def authenticate(self, authorization: str | bytes | None) -> Principal:
+        return Principal.of("shop", {Permission.SUBSCRIBE: ["shop"]})
+
+    def still_valid(self, principal: Principal) -> bool:
+        return False
+
+
+async def test_waiting_ends_when_the_token_is_revoked(tmp_path: Path):
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.create_subscription(SubscriptionDefinition(name="printer", selector=Selector("shop/*")))
+        await provider.publish(StreamId("shop", "1"), b"a")
+        methods = SubscriptionService({"default": provider}, {}, VisibleBounds()).methods()
+        async with offering(*methods, authenticator=RevokedDuringCall()) as caller:
+            method, request = f"{SUBSCRIPTIONS}/AwaitCaughtUp", pb.AwaitCaughtUpRequest(name="printer")
+            with pytest.raises(Refused, match=r"UNAUTHENTICATED .*: the token was revoked while the call was open"):
+                await caller.ask(method, request, pb.AwaitCaughtUpResponse, timeout=5)
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -16,6 +16,7 @@ import io.grpc.StatusRuntimeException;
  */
 public final class Consume {
   private static volatile boolean stopping;
+  private static boolean created; // if the subscription is deleted, it is not created again
 
   public static void main(String[] args) throws Exception {
     if (args.length < 3) throw new IllegalArgumentException("usage: ADDRESS[,ADDRESS...] SUBSCRIPTION SELECTOR [CONSUMER]");
@@ -47,8 +48,11 @@ public final class Consume {
    * report is kept for the next silo, which ignores it if the queue has moved: then the events come again.
    */
   private static void consume(ManagedChannel silo, SubscriptionDefinition definition, PullRequest.Builder pull) {
-    SubscriptionServiceGrpc.newBlockingStub(silo)
-        .createSubscription(CreateSubscriptionRequest.newBuilder().setDefinition(definition).build());
+    if (!created) {
+      SubscriptionServiceGrpc.newBlockingStub(silo)
+          .createSubscription(CreateSubscriptionRequest.newBuilder().setDefinition(definition).build());
+      created = true;
+    }
     do {
       var response = ConsumerServiceGrpc.newBlockingStub(silo).pull(pull.setLeave(stopping).build());
       pull.clearReports();
