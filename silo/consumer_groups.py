@@ -34,6 +34,7 @@ from ..streams.subscriptions import (
     Mode,
     SubscriptionDefinition,
     check_consumer,
+    is_consumers_position,
     of_consumer,
 )
 from .provider_core import ProviderCore
@@ -134,9 +135,10 @@ class ConsumerGroups:
         `positions`, and in other queues from the subscription's start. `pulls`, `concurrent`, `divides_credit` and
         `client` are as in `Group.join`. `started_us` is when the consumer was made.
 
-        Raises Fenced if a consumer with the same id is attached that was made later; Busy if handlers or another
-        process serve the subscription, or it has too many consumers; LimitExceeded if mode broadcast has
-        `max_positions` consumers already; InvalidArgument, NotSupported.
+        Raises NotFound if the subscription was deleted; Fenced if it has another definition now, or if a consumer with
+        the same id is attached that was made later; Busy if handlers or another process serve the subscription, or it
+        has too many consumers; LimitExceeded if mode broadcast has `max_positions` consumers already; InvalidArgument,
+        NotSupported.
         """
         self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
@@ -189,7 +191,11 @@ class ConsumerGroups:
         start = None
         if positions is not None:
             start = {**await self._provider.positions(definition.selector, definition.start), **positions}
-        await self._provider.serve(definition, group, start, stands_by=self._stands_by and group.stored)
+        elif is_consumers_position(definition):
+            await self._provider.ensure_subscription(definition)  # only if the consumer's subscription exists
+        # A group never creates its subscription: it may have been deleted since the consumer's call looked it up.
+        stands_by = self._stands_by and group.stored
+        await self._provider.serve(definition, group, start, stands_by=stands_by, creates=False)
         self._groups[definition.name] = group
         return group
 

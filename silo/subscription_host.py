@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from ..agents import DeliveryService, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
-from ..streams.errors import Busy, NotFound, NotSupported
+from ..streams.errors import Busy, Fenced, NotFound, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -86,13 +86,15 @@ class SubscriptionHost(QueuePositions):
         start: Mapping[int, Checkpoint] | None = None,
         *,
         stands_by: bool = False,
+        creates: bool = True,
     ) -> None:
-        """Serve a subscription with `service`, and create the subscription if it does not exist.
+        """Serve a subscription with `service`. Create the subscription if it does not exist, unless `creates` is False.
 
         A service that stores no progress begins at `start`. With `stands_by`, this process waits while another process
         serves the subscription, and takes over when that process ends; the call returns at once.
 
-        Raises Busy if this process serves it already, or, unless `stands_by`, another process does.
+        Raises Busy if this process serves it already, or, unless `stands_by`, another process does. Without `creates`,
+        raises NotFound, and Fenced if it has another definition.
         """
         name = definition.name
         if self.service_of(name) is not None or name in self._starting:
@@ -110,18 +112,26 @@ class SubscriptionHost(QueuePositions):
                     "the memory of that process: stop it first, or choose a durable adapter"
                 )
                 raise Busy(error.problem, hint=hint) from None
-            await self.ensure_subscription(definition)
+            if creates:
+                await self.ensure_subscription(definition)
+            elif await self.store.subscription(self.name, name) != definition:
+                raise Fenced(f"subscription {name!r} was deleted, and has another definition now") from None
             self.standby.add(definition, service, error.problem)
         else:
-            await self._serve_locked(definition, service, start)
+            await self._serve_locked(definition, service, start, creates=creates)
         finally:
             self._starting.discard(name)
 
     async def _serve_locked(
-        self, definition: SubscriptionDefinition, service: DeliveryService, start: Mapping[int, Checkpoint] | None
+        self,
+        definition: SubscriptionDefinition,
+        service: DeliveryService,
+        start: Mapping[int, Checkpoint] | None,
+        *,
+        creates: bool,
     ) -> None:
         try:
-            if service.stored:
+            if creates:
                 await self.ensure_subscription(definition)
             await self.manager.subscriptions.serve(definition, service, start)
         except BaseException:
@@ -219,11 +229,25 @@ class SubscriptionHost(QueuePositions):
         """Delete a subscription and its progress; its dead letters stay. A process that serves it, or stands by, stops
         within a second. Raises NotFound."""
         check_text("name", name)
-        for each in [*(await self._consumers_of(name)), name]:
-            self.manager.subscriptions.check_outside(each)
-            if (waiting := await self.standby.remove(each)) is not None:
-                await waiting.service.completed(self._drain_s(each))
-            await self._stop_serving(each, self._drain_s(each), delete=True)
+        self.manager.subscriptions.check_outside(name)
+        for each in self._consumers_here(name):
+            with suppress(NotFound):  # it ends at the moment
+                await self._end(each, delete=False)
+        await self._end(name, delete=True)
+        for each in [*self._consumers_here(name), name]:  # consumers that joined meanwhile
+            if (served := self.manager.served.get(each)) is not None and served.service.stored:
+                self.manager.subscriptions.stop_fenced(each)
+
+    async def _end(self, name: str, *, delete: bool) -> None:
+        if (waiting := await self.standby.remove(name)) is not None:
+            await waiting.service.completed(self._drain_s(name))
+        await self._stop_serving(name, self._drain_s(name), delete=delete)
+
+    def _consumers_here(self, name: str) -> list[str]:
+        """The names under which this process serves the consumers of `name`, or stands by for them, if its mode is
+        broadcast; also those of consumers that keep their positions."""
+        here = [*self.manager.served, *self.manager.subscriptions.paused, *self.standby.waiting]
+        return [each for each in here if each.startswith(f"{name}{CONSUMER_SEPARATOR}")]
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from headrace import Busy, Event, LimitExceeded, Mode, NotFound, Provider, Selector, StreamId, Unavailable
+from headrace import Busy, Event, Fenced, LimitExceeded, Mode, NotFound, Provider, Selector, StreamId, Unavailable
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.streams.subscriptions import SubscriptionDefinition
 
@@ -187,6 +188,51 @@ async def test_a_consumer_does_not_join_the_group_of_a_subscription_that_was_cre
         await provider.create_subscription(new)
         with pytest.raises(Unavailable, match="'s' was created anew: connect again"):
             await served.join(new, "b", 10.0)
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_joining_does_not_create_a_deleted_subscription_again(tmp_path: Path, mode: Mode) -> None:
+    """A consumer joins after its call looked the subscription up. It was deleted in between."""
+    deleted = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=mode)
+    async with (
+        Provider.open(tmp_path / "data", queues=1) as provider,
+        ConsumerGroups.opened(provider, 10.0) as served,
+        ConsumerGroups.opened(provider, 10.0, stands_by=True) as standing_by,
+    ):
+        await provider.create_subscription(deleted)
+        await provider.delete_subscription("s")
+        with pytest.raises(NotFound, match=r"no subscription 's'$"):
+            await served.join(deleted, "c", 10.0)
+        async with provider.exclusive("s"), provider.exclusive("s~c"):  # as if another process served it
+            with pytest.raises(NotFound, match=r"no subscription 's'$"):
+                await standing_by.join(deleted, "c", 10.0)
+        if mode is Mode.BROADCAST:
+            with pytest.raises(NotFound, match=r"no subscription 's'$"):
+                await served.prepare(deleted, "c", None)
+        assert not await provider.store.subscriptions(provider.name)
+        await provider.create_subscription(replace(deleted, selector=Selector("m/*")))
+        for groups in (served, standing_by):
+            with pytest.raises(Fenced, match="'s' was deleted, and has another definition now"):
+                await groups.join(deleted, "c", 10.0)
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_a_consumer_that_joins_during_the_deletion_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=mode)
+    async with Provider.open(adapter="memory", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        delete, gone = provider.store.delete_subscription, asyncio.get_running_loop().create_future()
+
+        async def joined_before(*arguments: Any) -> None:
+            (await served.join(definition, "late", 10.0)).member.on_gone = gone.set_result
+            await delete(*arguments)
+
+        monkeypatch.setattr(provider.store, "delete_subscription", joined_before)
+        await provider.delete_subscription("s")
+        assert isinstance(await asyncio.wait_for(gone, 30), Fenced)
+        assert not await provider.store.subscriptions(provider.name)
 
 
 @pytest.mark.parametrize("again", [True, False])
