@@ -19,6 +19,7 @@ from ..streams.subscriptions import (
     SubscriptionDefinition,
     check_definition,
     is_parent,
+    parent_name,
 )
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
@@ -115,7 +116,8 @@ class SubscriptionHost(QueuePositions):
             if creates:
                 await self.ensure_subscription(definition)
             elif await self.store.subscription(self.name, name) != definition:
-                raise Fenced(f"subscription {name!r} was deleted, and has another definition now") from None
+                shown = parent_name(name)
+                raise Fenced(f"subscription {shown!r} was deleted, and has another definition now") from None
             self.standby.add(definition, service, error.problem)
         else:
             await self._serve_locked(definition, service, start, creates=creates)

@@ -9,9 +9,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace import Busy, Event, Fenced, LimitExceeded, Mode, NotFound, Provider, Selector, StreamId, Unavailable
+from headrace import (
+    Busy,
+    Event,
+    Fenced,
+    HeadraceError,
+    LimitExceeded,
+    Mode,
+    NotFound,
+    Provider,
+    Selector,
+    StreamId,
+    Unavailable,
+)
+from headrace.silo import consumer_groups
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
-from headrace.streams.subscriptions import SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 
 
 async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
@@ -233,6 +246,58 @@ async def test_a_consumer_that_joins_during_the_deletion_ends(
         await provider.delete_subscription("s")
         assert isinstance(await asyncio.wait_for(gone, 30), Fenced)
         assert not await provider.store.subscriptions(provider.name)
+
+
+async def gone_after_joining(
+    groups: ConsumerGroups, definition: SubscriptionDefinition, positions: dict[int, Checkpoint] | None
+) -> asyncio.Future[HeadraceError]:
+    """Join as consumer "c". Return a future that gets the error with which the consumer ends."""
+    gone = asyncio.get_running_loop().create_future()
+    (await groups.join(definition, "c", 10.0, positions)).member.on_gone = gone.set_result
+    return gone
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_consumer_that_keeps_its_positions_ends_when_its_subscription_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, elsewhere: bool
+) -> None:
+    """In this process or another one, and also if the same subscription is created anew at once."""
+    monkeypatch.setattr(consumer_groups, "CHECK_DELETED_S", 0.01)
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        gone = await gone_after_joining(served, definition, {})
+        if elsewhere:
+            await provider.store.delete_subscription(provider.name, "s")
+        else:
+            await provider.delete_subscription("s")
+        if again:
+            await provider.create_subscription(definition)
+        error = await asyncio.wait_for(gone, 30)
+        assert isinstance(error, Fenced)
+        assert "subscription 's' was deleted" in str(error)
+        if again:
+            await gone_after_joining(served, definition, {})
+            await provider.delete_subscription("s")
+        assert not provider.manager.served
+        with pytest.raises(NotFound, match=r"no subscription 's'$"):
+            await served.join(definition, "c", 10.0, {})
+
+
+async def test_a_consumer_learns_the_name_of_its_deleted_subscription(tmp_path: Path) -> None:
+    """Not the name under which the silo keeps its position."""
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        for elsewhere in (False, True):
+            await provider.create_subscription(definition)
+            gone = await gone_after_joining(served, definition, None)
+            if elsewhere:
+                await provider.store.delete_subscription(provider.name, "s")
+                provider.manager.subscriptions.stop_fenced("s~c")  # the checkpointer notices it within a second
+            else:
+                await provider.delete_subscription("s")
+            assert str(await asyncio.wait_for(gone, 30)).startswith("subscription 's' was ")
 
 
 @pytest.mark.parametrize("again", [True, False])
