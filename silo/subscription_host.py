@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 
-from ..agents import DeliveryService, HandlerService, PullingManager, ServedSubscription
+from ..agents import DeliveryService, Group, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
 from ..streams.errors import Busy, Fenced, NotFound, NotSupported
@@ -190,8 +190,11 @@ class SubscriptionHost(QueuePositions):
         """A subscription that this process serves, also if it is stopped for a moment."""
         return self.manager.served.get(name) or self.manager.subscriptions.paused.get(name)
 
-    async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
+    async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> int:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
+        But consumers that keep their positions themselves stay, and go on from others when they join again with those.
+        Return how many of these this process serves.
+
         Its generation rises: consumers forget which events they acknowledged, because they may come again on purpose.
         If another process serves it, that process notices the change within a second.
 
@@ -204,14 +207,16 @@ class SubscriptionHost(QueuePositions):
         if is_parent(definition):
             for consumer in await self._consumers_of(name):
                 await self.seek(consumer, start, reason)
-            return
+            here = [self.service_of(consumer) for consumer in self._consumers_here(name)]
+            return sum(len(group.members) for group in here if isinstance(group, Group) and not group.stored)
         self.manager.subscriptions.check_outside(name)
         # Also if this call is cancelled: else the subscription would be served no more.
         moving = self.stopping.hold(self._move(name, positions, reason), f"headrace seek {name}")
         await asyncio.shield(moving)
+        return 0
 
     async def _move(self, name: str, positions: Mapping[int, Checkpoint], reason: str) -> None:
-        if self._served(name) is not None:
+        if (served := self._served(name)) is not None and served.service.stored:
             with suppress(NotFound):  # it is closed meanwhile, or attached again to the stored position
                 await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
                 return

@@ -122,7 +122,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
 
 
 @asynccontextmanager
-async def moving(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[asyncio.Task[None]]:
+async def moving(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[asyncio.Task[int]]:
     """A seek of subscription "s", which waits for the store for the length of an `async with`."""
     seek, begun, goes_on = provider.store.seek, asyncio.Event(), asyncio.Event()
 
@@ -338,3 +338,17 @@ async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_
         await asyncio.sleep(0.1)
         assert [name for name, payload in handled if payload == b"2"] == (["present"] if again else [])
         assert [*provider.manager.served] == (["s"] if again else [])
+
+
+async def test_a_seek_says_how_many_consumers_keep_their_positions(tmp_path: Path) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        for consumer, keeps in (("was-stored", False), ("was-stored", True), ("other", True), ("stored", False)):
+            group = (await served.join(definition, consumer, 10.0, {} if keeps else None)).group
+        fences = {name: one.deliveries[0].generation for name, one in provider.manager.served.items()}
+        assert await provider.seek("s", "earliest") == 2
+        moved = {name: one.deliveries[0].generation for name, one in provider.manager.served.items()}
+        assert {name for name in moved if moved[name] != fences[name]} == {group.definition.name} == {"s~stored"}
+        await provider.create_subscription(replace(definition, name="t", mode=Mode.SHARED))
+        assert await provider.seek("t", "earliest") == 0
