@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.progress import SubscriptionAttachment
-from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
+from ..streams.subscriptions import Checkpoint, SubscriptionDefinition, parent_name
 from .checkpointer import Checkpointer
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -51,7 +51,8 @@ class SubscriptionRunner:
             if service.stored:
                 attachment = await self._attachment(definition.name)
                 if attachment.definition not in (None, definition):
-                    raise Fenced(f"subscription {definition.name!r} was deleted, and has another definition now")
+                    shown = parent_name(definition.name)
+                    raise Fenced(f"subscription {shown!r} was deleted, and has another definition now")
             else:
                 attachment = SubscriptionAttachment(0, start or {})
             self._check_unserved(definition.name)
@@ -220,7 +221,8 @@ class SubscriptionRunner:
             if not self._is_paused(served):
                 return  # its lock is not this service's any more
         self.on_fenced(name)
-        await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
+        shown = parent_name(name)
+        await served.service.fenced(Fenced(f"subscription {shown!r} was moved, deleted or taken over elsewhere"))
 
     async def end_for_positions(self, name: str) -> None:
         """Stop a subscription: the silo gained a queue, and only the consumer knows its position there. The consumer
@@ -229,7 +231,8 @@ class SubscriptionRunner:
         with self._stopped(served):
             await self._detach(served, 0.0)
         self.on_fenced(name)
-        await served.service.fenced(Unavailable(f"the silo of subscription {name!r} has another queue: connect again"))
+        shown = parent_name(name)
+        await served.service.fenced(Unavailable(f"the silo of subscription {shown!r} has another queue: connect again"))
 
     async def _attached_again(self, served: ServedSubscription) -> bool:
         """Attach again, and go on from the stored position: another process may have moved the subscription. Return
@@ -247,7 +250,8 @@ class SubscriptionRunner:
         async with self._state.changing:
             if not self._is_paused(served):  # it was closed
                 if name in self._state.served:  # another service serves it by now
-                    await served.service.fenced(Unavailable(f"subscription {name!r} was moved: connect again"))
+                    shown = parent_name(name)
+                    await served.service.fenced(Unavailable(f"subscription {shown!r} was moved: connect again"))
                 return True
             try:
                 attachment = await self._attachment(name)

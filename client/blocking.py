@@ -274,8 +274,8 @@ class SyncClient:
     def delete_subscription(self, name: str) -> None:
         self._call(self._client.delete_subscription, name)
 
-    def seek(self, name: str, start: Start | str) -> None:
-        self._call(self._client.seek, name, start)
+    def seek(self, name: str, start: Start | str) -> int:
+        return self._call(self._client.seek, name, start)
 
     def caught_up(self, name: str) -> None:
         self._call(self._client.caught_up, name)

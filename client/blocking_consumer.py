@@ -255,7 +255,8 @@ class SyncConsumer:
         self._call(self._opened.caught_up)
 
     def seek(self, start: Start | str) -> None:
-        """Move the subscription to another position, which may be an earlier one. This affects all its consumers."""
+        """Move the subscription to another position, which may be an earlier one. This affects all its consumers,
+        but not those with `keeps_positions`: to move one, start it again with other `positions`."""
         self._call(self._opened.seek, start)
 
     def resume(self, stream: StreamId) -> bool:

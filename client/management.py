@@ -99,11 +99,15 @@ class ManagementClient:
         request = pb.DeleteSubscriptionRequest(provider=self._provider, name=check_text("name", name))
         await self._ask("DeleteSubscription", request, pb.DeleteSubscriptionResponse, done=NotFound)
 
-    async def seek(self, name: str, start: Start | str) -> None:
-        """Move a subscription's position in all queues, also back. `start` may be text, as in `Start.parse`."""
+    async def seek(self, name: str, start: Start | str) -> int:
+        """Move a subscription's position in all queues, also back. `start` may be text, as in `Start.parse`.
+
+        With mode broadcast, move that of each consumer, but not of those with `keeps_positions`: to move one, start it
+        again with other `positions`. Return how many of these get events from the silo that was asked.
+        """
         to = wire.start_message(Start.of(start))
         request = pb.SeekSubscriptionRequest(provider=self._provider, name=check_text("name", name), to=to)
-        await self._ask("SeekSubscription", request, pb.SeekSubscriptionResponse)
+        return (await self._ask("SeekSubscription", request, pb.SeekSubscriptionResponse)).not_moved
 
     async def caught_up(self, name: str) -> None:
         """Return when the subscription has handled everything stored before the call, except in paused streams.

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from ..agents import Edge, Group, Member, MemberStatistics, taken_over
-from ..streams.background import BackgroundTasks, ticks
+from ..streams.background import BackgroundTasks, run_periodically, ticks
 from ..streams.errors import (
     Busy,
     Fenced,
@@ -34,7 +34,10 @@ from ..streams.subscriptions import (
     Mode,
     SubscriptionDefinition,
     check_consumer,
+    is_consumers_position,
     of_consumer,
+    parent_name,
+    parent_of,
 )
 from .provider_core import ProviderCore
 
@@ -43,6 +46,8 @@ log = logging.getLogger("headrace.silo")
 TICK_S = 0.25
 KEEP_S = 5.0
 """How long a group without consumers is kept, in seconds: a returning consumer continues from the cache."""
+CHECK_DELETED_S = 1.0
+"""How often to look whether the subscriptions of consumers that keep their positions were deleted, in seconds."""
 MAX_POSITIONS = 1000
 """Most consumers with positions of one subscription with mode broadcast, attached or not."""
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 600.0
@@ -73,6 +78,8 @@ class ConsumerGroups:
         self._edge = edge
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
+        self._parent_epochs: dict[str, int] = {}
+        """By group that is not stored: the epoch of the subscription, which has another one if it is created anew."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """A lock lives while a task holds it or waits for it."""
 
@@ -93,6 +100,8 @@ class ConsumerGroups:
         consumers = cls(provider, edge or Edge(), timeout_s, max_positions, stands_by=stands_by)
         async with BackgroundTasks() as background:
             background.start(consumers._tick(), f"headrace consumers {provider.name}")
+            deleted = run_periodically(consumers._end_deleted, CHECK_DELETED_S)
+            background.start(deleted, f"headrace deleted subscriptions {provider.name}")
             try:
                 yield consumers
             finally:
@@ -134,9 +143,10 @@ class ConsumerGroups:
         `positions`, and in other queues from the subscription's start. `pulls`, `concurrent`, `divides_credit` and
         `client` are as in `Group.join`. `started_us` is when the consumer was made.
 
-        Raises Fenced if a consumer with the same id is attached that was made later; Busy if handlers or another
-        process serve the subscription, or it has too many consumers; LimitExceeded if mode broadcast has
-        `max_positions` consumers already; InvalidArgument, NotSupported.
+        Raises NotFound if the subscription was deleted; Fenced if it has another definition now, or if a consumer with
+        the same id is attached that was made later; Busy if handlers or another process serve the subscription, or it
+        has too many consumers; LimitExceeded if mode broadcast has `max_positions` consumers already; InvalidArgument,
+        NotSupported.
         """
         self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
@@ -176,22 +186,35 @@ class ConsumerGroups:
         group = self._groups.get(definition.name)
         service = self._provider.service_of(definition.name)
         if group is not None and service is group:
-            if group.definition != definition:  # this process has not noticed yet that it was deleted
+            if group.stored and group.definition != definition:  # this process has not noticed yet that it was deleted
                 self._provider.manager.subscriptions.stop_fenced(definition.name)
-                raise Unavailable(f"subscription {definition.name!r} was created anew: connect again")
+                raise Unavailable(f"subscription {parent_name(definition.name)!r} was created anew: connect again")
             if group.stored and positions is None:
                 return group
-            await self._end(definition.name, group)
+            await self._end(definition.name, group, taken_over(definition.name.partition(CONSUMER_SEPARATOR)[2]))
         elif service is not None:
             raise _handled(definition)
         queues = self._provider.queues_of(definition.selector)
         group = Group(definition, self._edge, stored=positions is None, queues=queues)
-        start = None
+        start, epoch = None, 0
         if positions is not None:
+            epoch = await self._parent_epoch(definition)
             start = {**await self._provider.positions(definition.selector, definition.start), **positions}
-        await self._provider.serve(definition, group, start, stands_by=self._stands_by and group.stored)
-        self._groups[definition.name] = group
+        elif is_consumers_position(definition):
+            await self._provider.ensure_subscription(definition)  # only if the consumer's subscription exists
+        # A group never creates its subscription: it may have been deleted since the consumer's call looked it up.
+        stands_by = self._stands_by and group.stored
+        await self._provider.serve(definition, group, start, stands_by=stands_by, creates=False)
+        self._groups[definition.name], self._parent_epochs[definition.name] = group, epoch
         return group
+
+    async def _parent_epoch(self, own: SubscriptionDefinition) -> int:
+        """Return the epoch of the subscription of a consumer that keeps its positions. Raises NotFound, Fenced."""
+        parent = parent_of(own)
+        stored = await self._provider.store.attach(self._provider.name, parent.name, exclusive=False)
+        if stored.definition != parent:
+            raise Fenced(f"subscription {parent.name!r} was deleted, and has another definition now")
+        return stored.epoch
 
     def _check_newest(self, name: str, consumer: str, started_us: int) -> None:
         """Of two consumers with the same id, each could otherwise end the other at another silo."""
@@ -218,10 +241,9 @@ class ConsumerGroups:
                 "is the limit with mode broadcast: let a consumer come back under the id that it had"
             )
 
-    async def _end(self, name: str, group: Group) -> None:
-        """End the group of a consumer that keeps its position or kept it until now. It joins again with positions."""
-        consumer = name.partition(CONSUMER_SEPARATOR)[2]
-        group.dissolve(Fenced(f"another connection took over consumer {consumer!r}: give each an id of its own"))
+    async def _end(self, name: str, group: Group, error: Fenced) -> None:
+        """End the group of a consumer that keeps its positions, or kept them until now."""
+        group.dissolve(error)
         with suppress(NotFound):  # it ends at the moment
             await self._provider.withdraw(name, 0.0)
 
@@ -281,6 +303,20 @@ class ConsumerGroups:
         if not group.members and self._idle_s(group) > KEEP_S:
             await self._end_if_empty(name, group)
 
+    async def _end_deleted(self) -> None:
+        """End the consumers that keep their positions and whose subscription was deleted, here or elsewhere. The store
+        fences only processes that save progress there."""
+        kept = [(name, group, self._parent_epochs[name]) for name, group in self._groups.items() if not group.stored]
+        if not kept:
+            return
+        parents = sorted({parent_name(name) for name, _, _ in kept})
+        epochs = (await self._provider.store.control_requests(self._provider.name, parents)).epochs
+        for name, group, epoch in kept:
+            if epochs.get(parent_name(name)) != epoch:
+                async with self._locked(name):
+                    if self._provider.service_of(name) is group:
+                        await self._end(name, group, Fenced(f"subscription {parent_name(name)!r} was deleted"))
+
     def _idle_s(self, group: Group) -> float:
         return asyncio.get_running_loop().time() - group.empty_since
 
@@ -288,7 +324,7 @@ class ConsumerGroups:
         async with self._locked(name):
             if group.members or self._groups.get(name) is not group:
                 return
-            del self._groups[name]
+            del self._groups[name], self._parent_epochs[name]
             if self._provider.service_of(name) is group:
                 try:
                     await self._provider.withdraw(name, 0.0)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 
-from ..agents import DeliveryService, HandlerService, PullingManager, ServedSubscription
+from ..agents import DeliveryService, Group, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
-from ..streams.errors import Busy, NotFound, NotSupported
+from ..streams.errors import Busy, Fenced, NotFound, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -19,6 +19,7 @@ from ..streams.subscriptions import (
     SubscriptionDefinition,
     check_definition,
     is_parent,
+    parent_name,
 )
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
@@ -86,13 +87,15 @@ class SubscriptionHost(QueuePositions):
         start: Mapping[int, Checkpoint] | None = None,
         *,
         stands_by: bool = False,
+        creates: bool = True,
     ) -> None:
-        """Serve a subscription with `service`, and create the subscription if it does not exist.
+        """Serve a subscription with `service`. Create the subscription if it does not exist, unless `creates` is False.
 
         A service that stores no progress begins at `start`. With `stands_by`, this process waits while another process
         serves the subscription, and takes over when that process ends; the call returns at once.
 
-        Raises Busy if this process serves it already, or, unless `stands_by`, another process does.
+        Raises Busy if this process serves it already, or, unless `stands_by`, another process does. Without `creates`,
+        raises NotFound, and Fenced if it has another definition.
         """
         name = definition.name
         if self.service_of(name) is not None or name in self._starting:
@@ -110,18 +113,27 @@ class SubscriptionHost(QueuePositions):
                     "the memory of that process: stop it first, or choose a durable adapter"
                 )
                 raise Busy(error.problem, hint=hint) from None
-            await self.ensure_subscription(definition)
+            if creates:
+                await self.ensure_subscription(definition)
+            elif await self.store.subscription(self.name, name) != definition:
+                shown = parent_name(name)
+                raise Fenced(f"subscription {shown!r} was deleted, and has another definition now") from None
             self.standby.add(definition, service, error.problem)
         else:
-            await self._serve_locked(definition, service, start)
+            await self._serve_locked(definition, service, start, creates=creates)
         finally:
             self._starting.discard(name)
 
     async def _serve_locked(
-        self, definition: SubscriptionDefinition, service: DeliveryService, start: Mapping[int, Checkpoint] | None
+        self,
+        definition: SubscriptionDefinition,
+        service: DeliveryService,
+        start: Mapping[int, Checkpoint] | None,
+        *,
+        creates: bool,
     ) -> None:
         try:
-            if service.stored:
+            if creates:
                 await self.ensure_subscription(definition)
             await self.manager.subscriptions.serve(definition, service, start)
         except BaseException:
@@ -178,8 +190,11 @@ class SubscriptionHost(QueuePositions):
         """A subscription that this process serves, also if it is stopped for a moment."""
         return self.manager.served.get(name) or self.manager.subscriptions.paused.get(name)
 
-    async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
+    async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> int:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
+        But consumers that keep their positions themselves stay, and go on from others when they join again with those.
+        Return how many of these this process serves.
+
         Its generation rises: consumers forget which events they acknowledged, because they may come again on purpose.
         If another process serves it, that process notices the change within a second.
 
@@ -192,14 +207,16 @@ class SubscriptionHost(QueuePositions):
         if is_parent(definition):
             for consumer in await self._consumers_of(name):
                 await self.seek(consumer, start, reason)
-            return
+            here = [self.service_of(consumer) for consumer in self._consumers_here(name)]
+            return sum(len(group.members) for group in here if isinstance(group, Group) and not group.stored)
         self.manager.subscriptions.check_outside(name)
         # Also if this call is cancelled: else the subscription would be served no more.
         moving = self.stopping.hold(self._move(name, positions, reason), f"headrace seek {name}")
         await asyncio.shield(moving)
+        return 0
 
     async def _move(self, name: str, positions: Mapping[int, Checkpoint], reason: str) -> None:
-        if self._served(name) is not None:
+        if (served := self._served(name)) is not None and served.service.stored:
             with suppress(NotFound):  # it is closed meanwhile, or attached again to the stored position
                 await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
                 return
@@ -219,11 +236,25 @@ class SubscriptionHost(QueuePositions):
         """Delete a subscription and its progress; its dead letters stay. A process that serves it, or stands by, stops
         within a second. Raises NotFound."""
         check_text("name", name)
-        for each in [*(await self._consumers_of(name)), name]:
-            self.manager.subscriptions.check_outside(each)
-            if (waiting := await self.standby.remove(each)) is not None:
-                await waiting.service.completed(self._drain_s(each))
-            await self._stop_serving(each, self._drain_s(each), delete=True)
+        self.manager.subscriptions.check_outside(name)
+        for each in self._consumers_here(name):
+            with suppress(NotFound):  # it ends at the moment
+                await self._end(each, delete=False)
+        await self._end(name, delete=True)
+        for each in [*self._consumers_here(name), name]:  # consumers that joined meanwhile
+            if (served := self.manager.served.get(each)) is not None and served.service.stored:
+                self.manager.subscriptions.stop_fenced(each)
+
+    async def _end(self, name: str, *, delete: bool) -> None:
+        if (waiting := await self.standby.remove(name)) is not None:
+            await waiting.service.completed(self._drain_s(name))
+        await self._stop_serving(name, self._drain_s(name), delete=delete)
+
+    def _consumers_here(self, name: str) -> list[str]:
+        """The names under which this process serves the consumers of `name`, or stands by for them, if its mode is
+        broadcast; also those of consumers that keep their positions."""
+        here = [*self.manager.served, *self.manager.subscriptions.paused, *self.standby.waiting]
+        return [each for each in here if each.startswith(f"{name}{CONSUMER_SEPARATOR}")]
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""

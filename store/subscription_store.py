@@ -8,10 +8,17 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, case, delete, or_, select, update
 
-from ..streams.errors import DataDirectoryError, DefinitionConflict
+from ..streams.errors import DataDirectoryError, DefinitionConflict, Fenced
 from ..streams.identity import StreamId
 from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
-from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
+from ..streams.subscriptions import (
+    CONSUMER_SEPARATOR,
+    Checkpoint,
+    SubscriptionDefinition,
+    is_consumers_position,
+    is_parent,
+    parent_of,
+)
 from .checksums import check_row, with_checksum
 from .rows import checkpoint_of, checkpoint_row, definition_of, definition_text, differences, plain
 from .schema import checkpoints, counters, dead_letters, entries, gaps, subscriptions
@@ -43,7 +50,9 @@ class SubscriptionStore(StorePart):
         """Store a definition and its start position in each queue. Return False, and change nothing, if the
         subscription exists with an equal definition.
 
-        Raises DefinitionConflict, which names the fields that differ, if it exists with another definition.
+        Raises DefinitionConflict, which names the fields that differ, if it exists with another definition. The
+        position of one consumer with mode broadcast needs the consumer's subscription: raises NotFound without it, and
+        Fenced if it has another definition.
         """
         return await self._database.write(_create_subscription, provider, definition, plain(start))
 
@@ -56,7 +65,8 @@ class SubscriptionStore(StorePart):
         return await self._database.read(_subscriptions, provider)
 
     async def delete_subscription(self, provider: str, name: str) -> None:
-        """Delete a subscription, its checkpoints and its gap records. A process that is attached to it is fenced.
+        """Delete a subscription, its checkpoints and its gap records, and with mode broadcast also those of its
+        consumers, in one transaction. A process that is attached to one of them is fenced.
 
         Its dead letters stay until they are deleted themselves: they may be the last copies of their events. Requested
         redrives are cancelled. Raises NotFound.
@@ -181,11 +191,28 @@ def _create_subscription(
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
         stored = stored_definition(connection, provider, definition.name)
         if stored is not None:  # else it was deleted in between
+            _require_parent(connection, provider, definition)
             _require_equal(stored, definition)
             return False
     epoch = _new_epoch(connection, provider, definition.name)  # a deleted one with this name had another
+    _require_parent(connection, provider, definition)
+    if is_parent(definition):  # a silo of version 0.2.0 may have left positions of a deleted one with this name
+        _delete_all(connection, provider, _lock_consumers(connection, provider, definition.name))
     _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, epoch, start))
     return True
+
+
+def _require_parent(connection: Connection, provider: str, definition: SubscriptionDefinition) -> None:
+    """The position of a consumer needs its subscription. Keep that from being deleted until this transaction ends."""
+    if not is_consumers_position(definition):
+        return
+    wanted = parent_of(definition)
+    lock_epochs(connection, provider, [wanted.name])
+    stored = stored_definition(connection, provider, wanted.name)
+    if stored is None:
+        raise subscription_not_found(provider, wanted.name)
+    if stored != wanted:
+        raise Fenced(f"subscription {wanted.name!r} was deleted, and has another definition now")
 
 
 def _require_equal(stored: SubscriptionDefinition, wanted: SubscriptionDefinition) -> None:
@@ -210,15 +237,33 @@ def _subscriptions(connection: Connection, provider: str) -> list[SubscriptionDe
 
 
 def _delete_subscription(connection: Connection, provider: str, name: str) -> None:
-    deleted = delete(subscriptions).where(is_subscription(provider, name)).returning(subscriptions.c.generation)
-    generation: int | None = connection.execute(deleted).scalar()
-    if generation is None:
+    lock = select(subscriptions.c.name).where(is_subscription(provider, name)).with_for_update()
+    if connection.execute(lock).first() is None:
         raise subscription_not_found(provider, name)
-    _raise_counter(connection, _FIRST_GENERATION, max(generation + 1, _counter(connection, _NEXT_GENERATION)))
-    connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
-    connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
-    requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
-    connection.execute(update(dead_letters).where(requested).values(redrive=False))
+    # A consumer that joined before this lock has stored its position. One that joins later finds no subscription.
+    _delete_all(connection, provider, [name, *_lock_consumers(connection, provider, name)])
+
+
+def _lock_consumers(connection: Connection, provider: str, name: str) -> list[str]:
+    """Return the names of the positions of a subscription's consumers, and lock them until this transaction ends."""
+    stored = connection.execute(select(subscriptions.c.name).where(subscriptions.c.provider == provider)).scalars()
+    own = [each for each in stored if each.startswith(f"{name}{CONSUMER_SEPARATOR}")]
+    for some in (own[at : at + IDS_AT_ONCE] for at in range(0, len(own), IDS_AT_ONCE)):
+        chosen = subscriptions.c.provider == provider, subscriptions.c.name.in_(some)
+        connection.execute(select(subscriptions.c.name).where(*chosen).order_by(subscriptions.c.name).with_for_update())
+    return own
+
+
+def _delete_all(connection: Connection, provider: str, names: Sequence[str]) -> None:
+    for name in names:
+        deleted = delete(subscriptions).where(is_subscription(provider, name)).returning(subscriptions.c.generation)
+        for generation in connection.execute(deleted).scalars():
+            next_generation = max(generation + 1, _counter(connection, _NEXT_GENERATION))
+            _raise_counter(connection, _FIRST_GENERATION, next_generation)
+        connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
+        connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
+        requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
+        connection.execute(update(dead_letters).where(requested).values(redrive=False))
 
 
 def _counter(connection: Connection, name: str) -> int:

@@ -359,6 +359,17 @@ def of_consumer(definition: SubscriptionDefinition, consumer: str) -> Subscripti
     return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
+def parent_of(definition: SubscriptionDefinition) -> SubscriptionDefinition:
+    """Return the definition of the user's subscription to which a consumer's position belongs. The reverse of
+    `of_consumer`; another definition stays as it is."""
+    return msgspec.structs.replace(definition, name=parent_name(definition.name))
+
+
+def parent_name(name: str) -> str:
+    """Return the name of the user's subscription, of which `name` may be one consumer's position."""
+    return name.partition(CONSUMER_SEPARATOR)[0]
+
+
 def is_consumers_position(definition: SubscriptionDefinition) -> bool:
     """Whether this only stores the position of one consumer of a subscription of mode broadcast."""
     return CONSUMER_SEPARATOR in definition.name

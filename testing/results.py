@@ -43,8 +43,9 @@ class RecordedProvider(Provider):
         start: Mapping[int, Checkpoint] | None = None,
         *,
         stands_by: bool = False,
+        creates: bool = True,
     ) -> None:
-        await super().serve(definition, service, start, stands_by=stands_by)
+        await super().serve(definition, service, start, stands_by=stands_by, creates=creates)
         self._restarts_at[definition.name] = dict(self.manager.subscriptions.serving(definition.name).saved)
 
     def deliveries(self, subscription: str, stream: StreamId | str | None = None) -> list[RecordedDelivery]:

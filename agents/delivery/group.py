@@ -16,7 +16,7 @@ from typing import Any
 
 from ...streams.errors import Busy, Closed, Fenced, HeadraceError, Unavailable
 from ...streams.frames import QueueState, status_frame
-from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition
+from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, parent_name
 from .assignment import QueueAssignment
 from .credit_line import CreditLine
 from .delivery import Delivery, FailureSink
@@ -91,7 +91,8 @@ class Group(GroupQueues):
         self.dissolve(error)
 
     async def completed(self, limit_s: float) -> None:
-        self.dissolve(Fenced(f"subscription {self.definition.name!r} was deleted, or is not served here any more"))
+        name = parent_name(self.definition.name)
+        self.dissolve(Fenced(f"subscription {name!r} was deleted, or is not served here any more"))
 
     def dissolve(self, error: HeadraceError) -> None:
         """The subscription is not served here any more: remove all members, and tell them why."""

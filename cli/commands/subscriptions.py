@@ -162,8 +162,10 @@ def seek(*, place: ProviderPlace, name: str, start: str, as_json: bool) -> None:
 
     START is earliest, latest, a token, or the time of storage (UTC, or with a zone).
     """
-    run(_seek(place, name, parse_start(start)))
+    not_moved = run(_seek(place, name, parse_start(start)))
     _done(as_json, name, "moved")
+    if not_moved:
+        note(f"{not_moved} of its consumers keep their positions themselves and stay: start them with other positions")
 
 
 @command.command()
@@ -246,9 +248,9 @@ async def _delete(place: ProviderPlace, name: str) -> None:
         await provider.delete_subscription(name)
 
 
-async def _seek(place: ProviderPlace, name: str, start: Start) -> None:
+async def _seek(place: ProviderPlace, name: str, start: Start) -> int:
     async with managed(place) as provider:
-        await provider.seek(name, start)
+        return await provider.seek(name, start)
 
 
 async def _resume(place: ProviderPlace, name: str, stream: StreamId) -> None:

@@ -683,12 +683,19 @@ Global___SeekSubscriptionRequest: _TypeAlias = SeekSubscriptionRequest  # noqa: 
 class SeekSubscriptionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NOT_MOVED_FIELD_NUMBER: _builtins.int
+    not_moved: _builtins.int
+    """Mode broadcast: the number of attached consumers that keep positions, and that were not moved. In a cluster: of those
+    that get events from the silo that was asked.
+    """
     def __init__(
         self,
+        *,
+        not_moved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_moved", b"not_moved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

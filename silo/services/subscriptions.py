@@ -160,9 +160,8 @@ class SubscriptionService:
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
         await self._visible.check_start(call.principal, provider, definition.selector, start)
-        for name in await _position_names(provider, definition):
-            await provider.seek(name, start, f"asked for by {call.principal}")
-        return pb.SeekSubscriptionResponse().SerializeToString()
+        not_moved = await provider.seek(request.name, start, f"asked for by {call.principal}")
+        return pb.SeekSubscriptionResponse(not_moved=not_moved).SerializeToString()
 
     async def await_caught_up(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.AwaitCaughtUpRequest, message)

@@ -22,7 +22,7 @@ from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, SiloSuperseded
 from headrace.streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
-from headrace.streams.subscriptions import Checkpoint
+from headrace.streams.subscriptions import CONSUMER_SEPARATOR, Checkpoint, is_consumers_position, parent_of
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
@@ -88,6 +88,10 @@ class MemoryStore:
     async def create_subscription(
         self, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
     ) -> bool:
+        if is_consumers_position(definition):
+            parent = parent_of(definition)
+            if self._get(provider, parent.name).definition != parent:
+                raise Fenced(f"subscription {parent.name!r} was deleted, and has another definition now")
         found = self.by_name.get((provider, definition.name))
         if found is None:
             made = self.by_name[provider, definition.name] = Subscription(definition)
@@ -103,6 +107,12 @@ class MemoryStore:
         return False
 
     async def delete_subscription(self, provider: str, name: str) -> None:
+        self._get(provider, name)
+        for of, each in list(self.by_name):
+            if of == provider and (each == name or each.startswith(f"{name}{CONSUMER_SEPARATOR}")):
+                self._delete(provider, each)
+
+    def _delete(self, provider: str, name: str) -> None:
         self._first_generation = max(self._first_generation, self._get(provider, name).generation + 1)
         del self.by_name[provider, name]
         self._gaps = {

@@ -170,6 +170,11 @@ class Progress(BothStores):
     def create(self, name: str, selector: str, start: dict[int, Checkpoint]) -> None:
         self.both("create_subscription", "p", SubscriptionDefinition(name=name, selector=Selector(selector)), start)
 
+    @rule(name=NAMES, selector=st.sampled_from(["n/*", "n/x"]), start=POSITIONS)
+    def create_of_consumer(self, name: str, selector: str, start: dict[int, Checkpoint]) -> None:
+        definition = SubscriptionDefinition(name=f"{name}~c", selector=Selector(selector))
+        self.both("create_subscription", "p", definition, start)
+
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
         self.both("delete_subscription", "p", name)

@@ -7,10 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from headrace import Busy, Event, LimitExceeded, Mode, NotFound, Provider, Selector, StreamId, Unavailable
+from headrace import (
+    Busy,
+    Event,
+    Fenced,
+    HeadraceError,
+    LimitExceeded,
+    Mode,
+    NotFound,
+    Provider,
+    Selector,
+    StreamId,
+    Unavailable,
+)
+from headrace.silo import consumer_groups
 from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
-from headrace.streams.subscriptions import SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 
 
 async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
@@ -108,7 +122,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
 
 
 @asynccontextmanager
-async def moving(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[asyncio.Task[None]]:
+async def moving(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[asyncio.Task[int]]:
     """A seek of subscription "s", which waits for the store for the length of an `async with`."""
     seek, begun, goes_on = provider.store.seek, asyncio.Event(), asyncio.Event()
 
@@ -189,6 +203,103 @@ async def test_a_consumer_does_not_join_the_group_of_a_subscription_that_was_cre
             await served.join(new, "b", 10.0)
 
 
+@pytest.mark.parametrize("mode", Mode)
+async def test_joining_does_not_create_a_deleted_subscription_again(tmp_path: Path, mode: Mode) -> None:
+    """A consumer joins after its call looked the subscription up. It was deleted in between."""
+    deleted = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=mode)
+    async with (
+        Provider.open(tmp_path / "data", queues=1) as provider,
+        ConsumerGroups.opened(provider, 10.0) as served,
+        ConsumerGroups.opened(provider, 10.0, stands_by=True) as standing_by,
+    ):
+        await provider.create_subscription(deleted)
+        await provider.delete_subscription("s")
+        with pytest.raises(NotFound, match=r"no subscription 's'$"):
+            await served.join(deleted, "c", 10.0)
+        async with provider.exclusive("s"), provider.exclusive("s~c"):  # as if another process served it
+            with pytest.raises(NotFound, match=r"no subscription 's'$"):
+                await standing_by.join(deleted, "c", 10.0)
+        if mode is Mode.BROADCAST:
+            with pytest.raises(NotFound, match=r"no subscription 's'$"):
+                await served.prepare(deleted, "c", None)
+        assert not await provider.store.subscriptions(provider.name)
+        await provider.create_subscription(replace(deleted, selector=Selector("m/*")))
+        for groups in (served, standing_by):
+            with pytest.raises(Fenced, match="'s' was deleted, and has another definition now"):
+                await groups.join(deleted, "c", 10.0)
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_a_consumer_that_joins_during_the_deletion_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=mode)
+    async with Provider.open(adapter="memory", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        delete, gone = provider.store.delete_subscription, asyncio.get_running_loop().create_future()
+
+        async def joined_before(*arguments: Any) -> None:
+            (await served.join(definition, "late", 10.0)).member.on_gone = gone.set_result
+            await delete(*arguments)
+
+        monkeypatch.setattr(provider.store, "delete_subscription", joined_before)
+        await provider.delete_subscription("s")
+        assert isinstance(await asyncio.wait_for(gone, 30), Fenced)
+        assert not await provider.store.subscriptions(provider.name)
+
+
+async def gone_after_joining(
+    groups: ConsumerGroups, definition: SubscriptionDefinition, positions: dict[int, Checkpoint] | None
+) -> asyncio.Future[HeadraceError]:
+    """Join as consumer "c". Return a future that gets the error with which the consumer ends."""
+    gone = asyncio.get_running_loop().create_future()
+    (await groups.join(definition, "c", 10.0, positions)).member.on_gone = gone.set_result
+    return gone
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_consumer_that_keeps_its_positions_ends_when_its_subscription_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, elsewhere: bool
+) -> None:
+    """In this process or another one, and also if the same subscription is created anew at once."""
+    monkeypatch.setattr(consumer_groups, "CHECK_DELETED_S", 0.01)
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        gone = await gone_after_joining(served, definition, {})
+        if elsewhere:
+            await provider.store.delete_subscription(provider.name, "s")
+        else:
+            await provider.delete_subscription("s")
+        if again:
+            await provider.create_subscription(definition)
+        error = await asyncio.wait_for(gone, 30)
+        assert isinstance(error, Fenced)
+        assert "subscription 's' was deleted" in str(error)
+        if again:
+            await gone_after_joining(served, definition, {})
+            await provider.delete_subscription("s")
+        assert not provider.manager.served
+        with pytest.raises(NotFound, match=r"no subscription 's'$"):
+            await served.join(definition, "c", 10.0, {})
+
+
+async def test_a_consumer_learns_the_name_of_its_deleted_subscription(tmp_path: Path) -> None:
+    """Not the name under which the silo keeps its position."""
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        for elsewhere in (False, True):
+            await provider.create_subscription(definition)
+            gone = await gone_after_joining(served, definition, None)
+            if elsewhere:
+                await provider.store.delete_subscription(provider.name, "s")
+                provider.manager.subscriptions.stop_fenced("s~c")  # the checkpointer notices it within a second
+            else:
+                await provider.delete_subscription("s")
+            assert str(await asyncio.wait_for(gone, 30)).startswith("subscription 's' was ")
+
+
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("stored", [True, False])
 async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_on(
@@ -227,3 +338,17 @@ async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_
         await asyncio.sleep(0.1)
         assert [name for name, payload in handled if payload == b"2"] == (["present"] if again else [])
         assert [*provider.manager.served] == (["s"] if again else [])
+
+
+async def test_a_seek_says_how_many_consumers_keep_their_positions(tmp_path: Path) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        for consumer, keeps in (("was-stored", False), ("was-stored", True), ("other", True), ("stored", False)):
+            group = (await served.join(definition, consumer, 10.0, {} if keeps else None)).group
+        fences = {name: one.deliveries[0].generation for name, one in provider.manager.served.items()}
+        assert await provider.seek("s", "earliest") == 2
+        moved = {name: one.deliveries[0].generation for name, one in provider.manager.served.items()}
+        assert {name for name in moved if moved[name] != fences[name]} == {group.definition.name} == {"s~stored"}
+        await provider.create_subscription(replace(definition, name="t", mode=Mode.SHARED))
+        assert await provider.seek("t", "earliest") == 0

@@ -3,10 +3,12 @@
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from headrace import (
     Closed,
@@ -15,6 +17,7 @@ from headrace import (
     Fenced,
     GapRecord,
     InvalidArgument,
+    Mode,
     NotFound,
     RetryPolicy,
     Selector,
@@ -26,7 +29,7 @@ from headrace import (
 )
 from headrace.store.control_store import ControlStore, ProviderRecord
 from headrace.store.token_record import TokenRecord
-from headrace.streams.subscriptions import Checkpoint, StreamBehind
+from headrace.streams.subscriptions import Checkpoint, StreamBehind, of_consumer
 
 TAIL = StreamId("flights", "N14228")
 
@@ -204,6 +207,47 @@ async def test_deleting_a_subscription_keeps_its_dead_letters_only(store: Contro
 
 
 # Progress
+
+
+async def test_the_position_of_a_consumer_needs_its_subscription(store: ControlStore):
+    wanted, other = (replace(definition("s"), mode=Mode.BROADCAST, selector=Selector(f"{n}/*")) for n in "no")
+    with pytest.raises(NotFound, match=r"no subscription 's'$"):
+        await store.create_subscription("p", of_consumer(wanted, "c"), {0: Checkpoint(1)})
+    await store.create_subscription("p", other, {})
+    with pytest.raises(Fenced, match="'s' was deleted, and has another definition now"):
+        await store.create_subscription("p", of_consumer(wanted, "c"), {0: Checkpoint(1)})
+    assert await store.subscriptions("p") == [other]
+    assert not await store.watermarks("p")
+    assert [await store.create_subscription("p", of_consumer(other, "c"), {}) for _ in range(2)] == [True, False]
+
+
+async def test_deleting_a_subscription_deletes_the_positions_of_its_consumers(store: ControlStore):
+    parents = [replace(definition(name), mode=Mode.BROADCAST) for name in ("s", "S", "s-2")]
+    for parent in parents:
+        await store.create_subscription("p", parent, {})
+        for consumer in ("a", "b"):
+            await store.create_subscription("p", of_consumer(parent, consumer), {0: Checkpoint(1)})
+    await store.seek("p", "s~b", {0: Checkpoint(2)}, "test")
+    await store.delete_subscription("p", "s")
+    assert {one.name for one in await store.subscriptions("p")} == {"S", "S~a", "S~b", "s-2", "s-2~a", "s-2~b"}
+    assert set(await store.checkpoints_of_queue("p", 0)) == {"S~a", "S~b", "s-2~a", "s-2~b"}
+    await store.create_subscription("p", parents[0], {})
+    await store.create_subscription("p", of_consumer(parents[0], "b"), {0: Checkpoint(1)})
+    assert (await store.attach("p", "s~b")).generation == 2
+
+
+async def test_a_subscription_that_is_made_anew_has_no_positions_of_the_deleted_one(tmp_path: Path):
+    """A silo of version 0.2.0 left some behind if a consumer joined during the deletion."""
+    old, new = (replace(definition("s"), mode=Mode.BROADCAST, selector=Selector(f"{n}/*")) for n in "no")
+    store = await ControlStore.open(str(tmp_path / "control.db"))
+    await store.create_subscription("p", old, {})
+    await store.create_subscription("p", of_consumer(old, "c"), {0: Checkpoint(1)})
+    with closing(sqlite3.connect(tmp_path / "control.db")) as database, database:
+        database.execute("DELETE FROM subscriptions WHERE name = 's'")
+    await store.create_subscription("p", new, {})
+    assert await store.create_subscription("p", of_consumer(new, "c"), {})
+    assert not await store.checkpoints("p", "s~c")
+    await store.aclose()
 
 
 async def test_attaching_returns_where_it_stands_under_a_higher_epoch(store: ControlStore):

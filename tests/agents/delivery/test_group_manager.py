@@ -600,7 +600,7 @@ async def test_counters_do_not_fall_when_agents_stop_and_start() -> None:
 @virtual_time
 async def test_counters_of_a_broadcast_consumer_are_dropped_when_it_leaves() -> None:
     async with house() as built:
-        for name in ("s", "b~one"):
+        for name in ("s", "b", "b~one"):
             connected(await built.group(name))
             await built.manager.subscriptions.withdraw(name, 0.0)
         assert built.manager.state.counts("s")
