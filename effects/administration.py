@@ -38,6 +38,8 @@ from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, outbox_la
 from .state import MAX_STATE_BYTES
 
 _MICROSECOND = timedelta(microseconds=1)
+_MOST = (1 << 63) - 1
+"""The highest LIMIT that a database accepts."""
 _SYNC_DRIVERS = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
 
 
@@ -244,7 +246,7 @@ def states(
     connection: Connection, subscription: str | None = None, origin: str | None = None, *, limit: int = 100
 ) -> list[StoredState]:
     """Return the states that are stored, in the order of their streams."""
-    return [_state(row) for row in connection.execute(_select_states(subscription, origin).limit(limit))]
+    return [_state(row) for row in connection.execute(_select_states(subscription, origin).limit(min(limit, _MOST)))]
 
 
 def pages_of_states(

@@ -11,10 +11,9 @@ import msgspec
 
 from ..streams.arguments import check_integer, refused
 from ..streams.errors import InvalidArgument, PayloadTooLarge
+from ..streams.field_limits import MAX_STATE_VERSION
 
 MAX_STATE_BYTES = 1 << 16
-MAX_VERSION = (1 << 31) - 1
-"""Limit of the version of a state: its column has 32 bits."""
 MAX_TTL = timedelta(days=1_000_000)
 """Limit of the time to live of a state. Its end is stored in microseconds, in 64 bits; the limit is well below that."""
 _MICROSECOND = timedelta(microseconds=1)
@@ -38,7 +37,7 @@ class StreamState:
         if self.format not in ("json", "bytes"):
             raise refused("format", self.format, "'json' or 'bytes'")
         check_integer("max_bytes", self.max_bytes, 1)
-        check_integer("version", self.version, 1, MAX_VERSION)
+        check_integer("version", self.version, 1, MAX_STATE_VERSION)
         if self.ttl is not None and (not isinstance(self.ttl, timedelta) or not timedelta() < self.ttl <= MAX_TTL):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise refused("ttl", self.ttl, f"a timedelta above 0 and up to {MAX_TTL.days:,} days, or None")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
+from ..streams.arguments import shown
 from ..streams.errors import InvalidArgument
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Selector
@@ -275,12 +276,12 @@ def _offsets(name: str, value: str) -> Mapping[int, int]:
         content: Any = json.loads(value)
         offsets = {int(queue): offset for queue, offset in content.items()}
         right = all(type(offset) is int and offset >= OFFSET_EARLIEST for offset in offsets.values())
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         right, offsets = False, {}
     if not right:
         raise InvalidArgument(
             f'option {name!r}: expected the offset of each queue, such as {{"0": 1200, "1": -2}} '
-            f"(-2: earliest, -1: latest), not {value!r}"
+            f"(-2: earliest, -1: latest), not {shown(value)}"
         )
     return offsets
 

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..adapters.log.environment import NO_SPACE
 from ..adapters.log.inspection import LogInspection
 from ..adapters.log.renewal import leave_out_offsets
 from ..store.control_store import ControlStore
-from ..store.datadir import MARKER, DataDirectory, find_data_directory
+from ..store.datadir import MARKER, DataDirectory, check_control_kept, find_data_directory, logs
 from ..store.write_ahead_log import find_damage
 from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
@@ -75,7 +75,9 @@ async def _copy(
             f"data directory '{source.path}': its control data is in a database: back up the database first and the "
             "queues second, as docs/operations.md says"
         )
+    await asyncio.to_thread(check_control_kept, source)
     async with in_threads(_unfinished(target, source.path)) as made:
+        own_logs = await asyncio.to_thread(logs, source.path)  # before the control store: a new provider has no event
         await asyncio.to_thread(_copy_control, source, made)
         store = await ControlStore.open(made / "control.db")
         try:
@@ -85,6 +87,8 @@ async def _copy(
                 await store.renew_generations(time.time_ns() // 1000)
         finally:
             await store.aclose()
+        known = {provider.name for provider in providers}
+        await asyncio.to_thread(_refuse_unknown, source, [each for each in own_logs if each.name not in known])
         for provider in providers:
             if provider.adapter == "log":
                 await asyncio.to_thread(_copy_log, source.path, made, provider.name)
@@ -114,6 +118,17 @@ def _copy_control(source: DataDirectory, made: Path) -> None:
     faults = copy_database(source.control_db, made / "control.db")
     if faults:
         raise StorageError(f"'{source.control_db}' cannot be copied to '{made}': {faults[0]}")
+
+
+def _refuse_unknown(source: DataDirectory, unknown: Sequence[Path]) -> None:
+    """Raise DataDirectoryError if a log has events that the copy would not have."""
+    for own in unknown:
+        with LogInspection(own / "log") as log:
+            if any(log.ends()):
+                raise DataDirectoryError(
+                    f"data directory '{source.path}': provider {own.name!r} has events, but control.db does not know "
+                    f"it: nothing was copied: see {remedy('check', data=source.path)}"
+                )
 
 
 async def _forget_silos(store: ControlStore) -> None:

@@ -17,7 +17,7 @@ from ..adapters.log.damage import MISSING
 from ..adapters.log.environment import has_log
 from ..adapters.log.inspection import LogInspection, QueueReport
 from ..store.control_store import ControlStore, ProviderRecord
-from ..store.datadir import MARKER, check_control, find_data_directory
+from ..store.datadir import MARKER, check_control, find_data_directory, logs
 from ..store.write_ahead_log import find_damage
 from ..streams.errors import DataDirectoryError, HeadraceError, StorageError
 from ..streams.remedies import remedy
@@ -224,7 +224,7 @@ def has_other_store(data: Path) -> bool:
 
 
 def _logs(own: Path) -> list[str]:
-    return sorted(each.name for each in own.glob("*") if has_log(each / "log"))
+    return [each.name for each in logs(own.parent)]
 
 
 def copy_database(control_db: Path, copy: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ..store.datadir import DataDirectory, open_data_directory
 from ..streams.errors import NotSupported
 from .delays import DelayingAdapter, check_delays_possible
 from .options import DEFAULT_ADAPTER, DEFAULT_QUEUES, ProviderOptions
-from .ownership import check_known, check_queues, check_same_directory
+from .ownership import check_known, check_queues, check_same_directory, unknown_provider
 
 log = logging.getLogger("headrace.silo")
 
@@ -65,6 +65,8 @@ async def open_parts(
         if data is not None:
             directory = await asyncio.to_thread(open_data_directory, data, control)
         if store is None:
+            if directory is not None and not create and not await asyncio.to_thread(directory.has_control_db):
+                raise unknown_provider(options.name, data, ())  # to open the control store would make it
             store = await stores.open(directory.control_db if directory else "memory", timeout_s=timeout_s)
             stack.push_async_callback(store.aclose)
         if not create:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..adapters import QueueAdapter
@@ -22,8 +23,12 @@ async def check_known(store: ControlStore, provider: str, data: str | os.PathLik
     """Raise NotFound if the control store does not know the provider."""
     names = [record.name for record in await store.providers()]
     if provider not in names:
-        there = ", ".join(names) or "none"
-        raise NotFound(f"data directory {str(data)!r} has no provider {provider!r}: there is {there}")
+        raise unknown_provider(provider, data, names)
+
+
+def unknown_provider(provider: str, data: str | os.PathLike[str] | None, names: Sequence[str]) -> NotFound:
+    """Return the error for a provider that is none of `names`."""
+    return NotFound(f"data directory {str(data)!r} has no provider {provider!r}: there is {', '.join(names) or 'none'}")
 
 
 async def check_queues(

@@ -12,12 +12,19 @@ from typing import NamedTuple
 from ..adapters import Gap
 from ..adapters.log import LogAdapter, LogScan
 from ..adapters.log.damage import DamagedRange
-from ..adapters.log.environment import has_log
 from ..adapters.log.renewal import new_log, renewed_start
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..store.control_store import ControlStore, ProviderRecord
-from ..store.datadir import DataDirectory, find_data_directory, lock, lock_subscription, open_data_directory
+from ..store.datadir import (
+    DataDirectory,
+    check_control_kept,
+    find_data_directory,
+    lock,
+    lock_subscription,
+    logs,
+    open_data_directory,
+)
 from ..store.write_ahead_log import DamagedFrame, find_damage
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, NotSupported
 from ..streams.identity import SequenceToken, StreamId
@@ -41,6 +48,8 @@ async def control_store(
     """
     await asyncio.to_thread(find_data_directory, data)
     directory = await asyncio.to_thread(open_data_directory, data, control, control_lost=control_lost)
+    if control is None and not control_lost:
+        await asyncio.to_thread(check_control_kept, directory)
     store = await ControlStore.open(control or directory.control_db)
     try:
         yield directory, store
@@ -128,15 +137,18 @@ async def renew_control(data: Path, control: str | None = None) -> RenewedContro
     A process that has the lost control store open can save nothing more: each write is refused.
 
     Raises InvalidArgument if there is nothing to do, Busy if a process serves a subscription or is a silo of a cluster
-    there. DataDirectoryError, StorageError.
+    there; DataDirectoryError, also if the control store is missing and there is no log; StorageError.
     """
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_unused(data))
-        damage = None if control else await asyncio.to_thread(find_damage, directory.control_db)
+        own_logs, damage = await asyncio.to_thread(_rest, directory, control)
         # SQLite uses the write-ahead log up to the damage, and removes the log when the database is closed.
-        directory, store = await stack.enter_async_context(control_store(data, control, control_lost=True))
+        may_make = bool(own_logs or damage)
+        directory, store = await stack.enter_async_context(control_store(data, control, control_lost=may_make))
         known = {each.name for each in await store.providers()}
-        lost = [each for each in await asyncio.to_thread(_logs, directory) if each.name not in known]
+        lost = [each for each in own_logs if each.name not in known]
+        if not own_logs and damage is None:
+            raise InvalidArgument(f"data directory '{data}': it has no log: there is nothing to make anew")
         if not lost and damage is None:
             raise InvalidArgument(
                 f"data directory '{data}': its control store knows the provider of each log: there is nothing to make "
@@ -163,8 +175,19 @@ async def _unused(data: Path) -> AsyncGenerator[DataDirectory]:
         yield directory
 
 
-def _logs(directory: DataDirectory) -> list[Path]:
-    return sorted(each for each in (directory.path / "providers").glob("*") if has_log(each / "log"))
+def _rest(directory: DataDirectory, control: str | None) -> tuple[Sequence[Path], DamagedFrame | None]:
+    """Return the directories of the providers with a log, and the damage in the write-ahead log of the control store.
+
+    If control.db is missing, a log that cannot be read is refused: nothing is made yet.
+    """
+    own_logs = logs(directory.path)
+    if control is not None:
+        return own_logs, None
+    if directory.has_control_db():
+        return own_logs, find_damage(directory.control_db)
+    for own in own_logs:
+        _made_with(own)
+    return own_logs, None
 
 
 def _made_with(own: Path) -> tuple[int, str]:

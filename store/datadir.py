@@ -3,7 +3,7 @@
     DIR/headrace.json            the marker: {"format": 1}; if the control store is on a server, also its address
                                  "control", and "id"
     DIR/control.db               the control store (SQLite), if it is not on a server
-    DIR/providers/<provider>/    the data of the provider's adapter
+    DIR/providers/<provider>/    the data of the provider's adapter; the log is in log/data.mdb
     DIR/locks/<provider>/<subscription>.lock
                                  held (flock) by the process that serves the subscription, or shared by the silos of a
                                  cluster; its text is the id of a process that holds it
@@ -72,6 +72,10 @@ class DataDirectory(NamedTuple):
     @property
     def control_db(self) -> Path:
         return self.path / "control.db"
+
+    def has_control_db(self) -> bool:
+        """Whether control.db is there, and not empty."""
+        return _size(self.control_db) > 0
 
     def provider_dir(self, name: str) -> Path:
         """Return the provider's directory. Create it if it is missing. Raises InvalidArgument for a bad name."""
@@ -151,6 +155,26 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
         raise DataDirectoryError(f"{str(directory)!r} is no data directory: it has no {MARKER}; check its name")
     _check_format(directory, marker)
     return DataDirectory(directory)
+
+
+def logs(directory: Path) -> list[Path]:
+    """Return the directories of the providers that have a log, by name."""
+    return sorted(each for each in (directory / "providers").glob("*") if _size(each / "log" / "data.mdb"))
+
+
+def check_control_kept(directory: DataDirectory) -> None:
+    """Raise DataDirectoryError if the directory's own control store is missing or empty."""
+    if directory.has_control_db():
+        return
+    if logs(directory.path):
+        raise DataDirectoryError(
+            f"data directory '{directory.path}': damaged, it has queues but control.db is missing or empty: restore it "
+            f"from a backup, or make a new one from the logs with {remedy('repair control', data=directory.path)}"
+        )
+    raise DataDirectoryError(
+        f"data directory '{directory.path}': damaged, control.db is missing or empty, and there is no log: check the "
+        "directory's name, or restore it from a backup; see docs/damage.md"
+    )
 
 
 def check_marker_kept(directory: Path) -> None:
@@ -435,16 +459,11 @@ def _check_control_db(directory: DataDirectory, *, control_lost: bool) -> None:
 
     control.db is not opened: closing it would drop the locks that SQLite holds for this process's open control stores.
     """
-    try:
-        size = directory.control_db.stat().st_size
-    except FileNotFoundError:
-        size = 0
-    if not size and not control_lost and _entries(directory.path / "providers"):
-        raise DataDirectoryError(
-            f"data directory '{directory.path}': damaged, it has queues but control.db is missing or empty: restore it "
-            f"from a backup, or make a new one from the logs with {remedy('repair control', data=directory.path)}"
-        )
-    if not control_lost and (damage := find_damage(directory.control_db)) is not None:
+    if control_lost:
+        return
+    if _entries(directory.path / "providers"):
+        check_control_kept(directory)
+    if (damage := find_damage(directory.control_db)) is not None:
         raise DataDirectoryError(
             f"data directory '{directory.path}': damaged, {damage}: restore it from a backup, or continue with the "
             f"data saved before it with {remedy('repair control', data=directory.path)}"
@@ -488,6 +507,12 @@ def write_through(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _size(file: Path) -> int:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return file.stat().st_size
+    return 0
 
 
 def _entries(directory: Path) -> list[str]:

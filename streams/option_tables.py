@@ -105,7 +105,7 @@ def parse(kind: inspect.Type | None, text: str) -> Any:
             return msgspec.json.decode(text)
         if kind is not None and (scalar := _SCALARS.get(type(kind))) is not None:
             return msgspec.convert(text, scalar | None, strict=False)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):  # the last one for JSON that is too deep
         pass
     return text
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from ...balancer.mapper import MAX_QUEUES
 from ...silo.addresses import check_store
 from ...streams.errors import HeadraceError
 from .help import CommandGroup
@@ -29,7 +30,7 @@ _drain_option = click.option(
     help="How long running handlers may take to end.  [default: the silo's drain_s]",
 )  # fmt: skip
 _queue_option = click.option(
-    "--queue", "queues", type=click.IntRange(min=0), multiple=True, metavar="N",
+    "--queue", "queues", type=click.IntRange(0, MAX_QUEUES - 1), multiple=True, metavar="N",
     help="Only this queue; may be repeated.  [default: all]",
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from .running import run
 if TYPE_CHECKING:
     from ...client.stream_provider import SubscriptionAdministration
 
+MAX_ID = (1 << 63) - 1
 REASON_WIDTH = 100
 """Most characters of a reason that the list shows."""
 
@@ -145,7 +146,7 @@ def one_line(text: str) -> str:
 
 async def _list(place: ProviderPlace, subscription: str | None, limit: int, after: int) -> list[DeadLetter]:
     async with managed(place) as provider:
-        letters = await provider.dead_letters(subscription, limit=limit, after_id=after)
+        letters = await provider.dead_letters(subscription, limit=limit, after_id=max(0, min(after, MAX_ID)))
         if not letters and subscription is not None:
             await _check_known(provider, subscription)
         return letters
@@ -153,9 +154,10 @@ async def _list(place: ProviderPlace, subscription: str | None, limit: int, afte
 
 async def _show(place: ProviderPlace, letter_id: int) -> DeadLetter:
     async with managed(place) as provider:
-        for letter in await provider.dead_letters(limit=1, after_id=letter_id - 1):
-            if letter.id == letter_id:
-                return letter
+        if 0 < letter_id <= MAX_ID:
+            for letter in await provider.dead_letters(limit=1, after_id=letter_id - 1):
+                if letter.id == letter_id:
+                    return letter
     raise NotFound(f"there is no dead letter {letter_id}")
 
 
@@ -193,7 +195,8 @@ async def _letters(
     known."""
     if ids is None:
         await _check_known(provider, subscription)
-    found = [await provider.dead_letters(subscription, limit=1, after_id=one - 1) for one in dict.fromkeys(ids or ())]
+    possible = [one for one in dict.fromkeys(ids or ()) if 0 < one <= MAX_ID]
+    found = [await provider.dead_letters(subscription, limit=1, after_id=one - 1) for one in possible]
     return {letter.id: letter for letters in found for letter in letters if letter.id in (ids or ())}
 
 

@@ -1,4 +1,4 @@
-"""Help of the commands: options in titled sections, and suggestions for a mistyped command."""
+"""The classes of all commands: help with titled sections, suggestions for a mistyped command, and a check of texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ class SectionedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose help shows its own options first, then each section of `SectionedOption`."""
+    """A command whose help shows its own options first, then each section of `SectionedOption`.
+
+    Texts that are not UTF-8 are refused: no name is, and neither a database nor a message can encode them. Paths are
+    accepted.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter.type, click.types.StringParamType):
+                _check_text(ctx.params.get(parameter.name or ""), parameter, ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -28,6 +39,18 @@ class SectionedCommand(click.Command):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _check_text(value: Any, parameter: click.Parameter, ctx: click.Context) -> None:
+    """Raise BadParameter if a text, or one of several, is not UTF-8. The message has none of it: it may be a token.
+
+    Python reads bytes of the command line that are not UTF-8 as lone surrogates.
+    """
+    for text in value if isinstance(value, tuple | list) else (value,):  # pyright: ignore[reportUnknownVariableType]
+        try:
+            str(text).encode()  # pyright: ignore[reportUnknownArgumentType]
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(f"not UTF-8 at character {error.start + 1}.", ctx, parameter) from None
 
 
 class CommandGroup(click.Group):

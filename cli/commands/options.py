@@ -311,6 +311,8 @@ def _option(text: str) -> tuple[str, Any]:
         return name, msgspec.json.decode(value)
     except msgspec.DecodeError:
         return name, value
+    except RecursionError:
+        raise InvalidArgument(f"--option {name}: the JSON is nested too deeply") from None
 
 
 @asynccontextmanager

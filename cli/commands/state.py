@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from ...streams.errors import InvalidArgument
+from ...streams.field_limits import MAX_STATE_VERSION
 from ...streams.identity import StreamId
 from ..interrupts import interrupts_kill
 from .help import CommandGroup
@@ -80,7 +81,11 @@ def show(*, url: str, origin: str | None, subscription: str, stream: str, as_jso
 @_of_stream
 @click.argument("value")
 @click.option("--bytes", "as_bytes", is_flag=True, help="VALUE is text that is stored as UTF-8, instead of JSON.")
-@click.option("--version", type=click.IntRange(min=1), help="Version of the state. Default: that of the former state.")
+@click.option(
+    "--version",
+    type=click.IntRange(1, MAX_STATE_VERSION),
+    help="Version of the state. Default: that of the former state.",
+)
 @click.option(
     "--max-bytes",
     type=click.IntRange(min=1),
@@ -112,6 +117,8 @@ def set_(
             encoded = msgspec.json.encode(msgspec.json.decode(encoded))
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"VALUE is not JSON: {error}; give --bytes to store it as it is") from None
+        except RecursionError:
+            raise InvalidArgument("VALUE is nested too deeply for JSON: give --bytes to store it as it is") from None
     with administration.opened(url) as connection:
         parsed = StreamId.parse(stream)
         known = administration.set_state(
@@ -155,7 +162,7 @@ def _document(found: StoredState) -> dict[str, Any]:
     del document["value"]
     try:
         return {**document, "state": msgspec.json.decode(found.value)}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # the second one for JSON that is nested too deeply
         return {**document, "state_base64": base64.b64encode(found.value).decode()}
 
 

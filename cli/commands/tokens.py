@@ -174,6 +174,8 @@ def _control_db(data: Path, create: bool) -> Path:
     if not exists and not create:
         raise NotFound(f"{str(data)!r} is no data directory: check its name, or create a token in it first")
     directory = open_data_directory(data)
+    if not create and not directory.has_control_db():  # opening it would make it
+        raise NotFound(f"data directory {str(data)!r} has no control.db: check its name, or create a token in it first")
     if not exists:
         note(f"created data directory {str(data)!r}")
     return directory.control_db

@@ -13,6 +13,7 @@ import click
 
 from ...streams.errors import InvalidArgument
 from ...streams.outcomes import CommandFailed, CommandInterrupted
+from ..commands.help import SectionedCommand
 from ..commands.output import json_option, note, print_json
 from ..commands.running import run
 from ..interrupts import interrupts_kill
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # they take longer to import than a command takes to show its
     from .stage import DemoStage, DemoVerdict
 
 
-@click.command("demo")
+@click.command("demo", cls=SectionedCommand)
 @click.option("--events", type=click.IntRange(min=1), metavar="N", help="Only the first N flights.  [default: all]")
 @click.option("--data", type=click.Path(path_type=Path), help="Data directory.  [default: a temporary one]")
 @click.option("--durability", type=click.Choice(["commit", "relaxed"]), help="What a publish waits for.")

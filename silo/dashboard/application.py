@@ -276,6 +276,8 @@ async def _body(request: Request) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"the request is no JSON object: {error}") from None
+    except RecursionError:
+        raise InvalidArgument("the request is no JSON object: it is nested too deeply") from None
 
 
 _STATUS = {

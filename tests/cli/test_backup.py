@@ -20,6 +20,7 @@ from headrace.store.control_store import ControlStore
 from headrace.streams.cluster import ClusterView
 from headrace.streams.subscriptions import GapRecord
 from tests.cli.commandline import SCRIPT, Headrace, Start, ended
+from tests.cli.test_repair import lose_control
 from tests.silo.talking import shares, silos, wait_until
 from tests.silo.test_damage import damage
 
@@ -232,6 +233,19 @@ def test_a_copy_that_cannot_be_whole_is_refused(
     assert expected in ran.err.splitlines()[-1]
     assert (tmp_path / "backup").exists() == before
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_directory_whose_control_store_is_lost_is_not_backed_up(headrace: Headrace, data: Path, tmp_path: Path):
+    """Else the copy would be an empty directory that looks whole, and would replace the good backups."""
+    target = tmp_path / "target"
+    lose_control(data, None)
+    line = headrace("backup", "--data", data, target).refused(1)
+    assert "damaged, it has queues but control.db is missing or empty: restore it" in line
+    headrace("tokens", "create", "orders", "--publish", "*", "--data", tmp_path / "new")
+    lose_control(data, (tmp_path / "new" / "control.db").read_bytes())
+    line = headrace("backup", "--data", data, target).refused(1)
+    assert "provider 'default' has events, but control.db does not know it: nothing was copied" in line
+    assert not list(tmp_path.glob("target*"))
 
 
 def test_a_backup_in_its_own_data_directory_is_refused(headrace: Headrace, data: Path):

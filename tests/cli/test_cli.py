@@ -11,6 +11,7 @@ import click
 import pytest
 
 from headrace import Busy, InvalidArgument, NotSupported, PayloadTooLarge, Start, StorageFull
+from headrace.cli.commands.help import SectionedCommand
 from headrace.cli.commands.options import parse_start
 from headrace.cli.main import COMMANDS, cli, main
 from headrace.cli.outcome import exit_code, message
@@ -108,6 +109,33 @@ def test_every_command_that_reports_has_json():
     assert without == {"dev", "silo"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["deadletters", "list", "--data", "d", "--subscription", "s\udcff"], "'--subscription'"),
+        (["subscriptions", "show", "--data", "d", "s\udcff"], "'NAME'"),
+        (["effects", "prune", "sqlite:///d", "--older-than", "1d", "--origin", "s\udcff"], "'--origin'"),
+        (["state", "set", "--database", "sqlite:///d", "s", "a/b", "1\udcff"], "'VALUE'"),
+        (["subscribe", "--data", "d", "a/*", "--filter", "field:b=1", "--filter", "s\udcff"], "'--filter'"),
+    ],
+)
+def test_text_that_is_not_utf_8_is_refused_in_one_line(
+    arguments: list[str], where: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments) == 2
+    line = f"headrace: Invalid value for {where}: not UTF-8 at character 2. (see headrace {arguments[0]}"
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_every_command_refuses_text_that_is_not_utf_8():
+    assert not [name for name, command in all_commands().items() if not isinstance(command, SectionedCommand)]
+
+
+def test_a_path_that_is_not_utf_8_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["check", "--data", f"{tmp_path}/\udcff"]) == 1
+    assert "is no data directory" in capsys.readouterr().err
+
+
 def test_version(headrace: Headrace):
     assert headrace("--version").out == f"headrace, version {version('headrace')}\n"
 
@@ -138,6 +166,10 @@ def test_version(headrace: Headrace):
          "adapter 'log': retain_age_s = \"1d\": expected a number > 0"),
         (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is not a subscription name"),
         (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is no provider name"),
+        (["publish", "--data", "d", "--stream", "a/b", "--option", f"x={'[' * 20_000}"],
+         "--option x: the JSON is nested too deeply"),
+        (["cluster", "stop-agents", "--server", "localhost:1", "--queue", "99999999999999999999"],
+         "'--queue': 99999999999999999999 is not in the range 0<=x<=1023"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], reason: str, headrace: Headrace):

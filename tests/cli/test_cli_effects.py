@@ -1,5 +1,6 @@
 """`headrace effects` and `headrace state`."""
 
+import base64
 import sqlite3
 import sys
 from contextlib import closing
@@ -76,6 +77,20 @@ def test_a_state_that_no_handler_would_see_is_refused_or_noted(headrace: Headrac
         "no event of stream orders/nosuch was applied yet: check its name; the handler finds the state with the first"
     )
     assert (unknown.code, note in unknown.err) == (0, True)
+
+
+def test_impossible_values_of_states_are_refused_in_one_line(headrace: Headrace):
+    at = ("--database", "sqlite:///user.db")
+    headrace("effects", "migrate", "sqlite:///user.db")
+    deep = "[" * 20_000 + "]" * 20_000
+    line = headrace("state", "set", *at, "--origin", "here", "billing", "orders/42", deep).refused(2)
+    assert line == "VALUE is nested too deeply for JSON: give --bytes to store it as it is"
+    headrace("state", "set", *at, "--origin", "here", "--bytes", "billing", "orders/42", deep)
+    (state,) = headrace("state", "list", *at, "--limit", 1 << 70, "--json").json
+    assert base64.b64decode(state["state_base64"]) == deep.encode()
+    for version in (1 << 31, 1 << 70):
+        line = headrace("state", "set", *at, "--version", version, "billing", "orders/42", "1").refused(2)
+        assert f"'--version': {version} is not in the range 1<=x<=2147483647" in line
 
 
 def test_an_outbox_whose_provider_no_silo_has_is_named(headrace: Headrace, tmp_path: Path):

@@ -202,6 +202,8 @@ async def test_dead_letters_that_do_not_exist_are_named_and_nothing_is_done(
 
     refused = headrace(*of_orders, letter["id"], 98, 99).refused(1)
     assert refused == "subscription 'orders' has no dead letters 98, 99: nothing was changed"
+    refused = headrace(*of_orders, 1 << 70).refused(1)
+    assert refused == f"subscription 'orders' has no dead letter {1 << 70}: nothing was changed"
     refused = headrace("deadletters", action, *DATA, "--subscription", "other", 1).refused(1)
     assert refused == "provider 'default' has no subscription 'other'"
     assert "no subscription 'other'" in headrace(

@@ -1,9 +1,11 @@
 """A log or a control store that is lost: refused everywhere, and the way back."""
 
+import asyncio
 import json
 import re
 import shutil
 import sqlite3
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -22,7 +24,8 @@ from headrace import (
 )
 from headrace.adapters.log import LogScan
 from headrace.silo.provider import Provider
-from headrace.silo.repair import RenewedControl, control_store, renew_control, renew_log
+from headrace.silo.repair import RenewedControl, control_store, renew_control, renew_log, skip_damage
+from headrace.store.datadir import open_data_directory
 from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace
 
@@ -222,6 +225,46 @@ async def test_a_lost_control_store_is_made_anew_from_the_log(tmp_path: Path, co
     assert got == [b"1", b"2", b"3"]
     with pytest.raises(InvalidArgument, match="knows the provider of each log: there is nothing to make anew"):
         await renew_control(tmp_path)
+
+
+NO_LOG = "control.db is missing or empty, and there is no log: check the directory's name, or restore it from a backup"
+
+
+def entries(data: Path) -> list[str]:
+    """All files and directories, without locks: taking one creates its file."""
+    return sorted(str(each.relative_to(data)) for each in data.rglob("*") if "locks" not in each.parts)
+
+
+@pytest.mark.parametrize("lose", [delete, delete_provider])
+async def test_a_lost_control_store_is_not_made_anew_without_a_log(tmp_path: Path, lose: Callable[[Path], None]):
+    """Else the loss would be hidden: the next publish would make a new log. Queues in a database have no log."""
+    await make(tmp_path)
+    lose(log_of(tmp_path))
+    with pytest.raises(InvalidArgument, match="it has no log: there is nothing to make anew"):
+        await renew_control(tmp_path)
+    lose_control(tmp_path, None)
+    before = entries(tmp_path)
+    for repair in (renew_control(tmp_path), renew_log(tmp_path, "default"), renew_control(tmp_path)):
+        with pytest.raises(DataDirectoryError, match=NO_LOG):
+            await repair
+    assert entries(tmp_path) == before
+
+
+async def test_a_control_store_is_not_made_for_a_log_that_cannot_be_read(tmp_path: Path):
+    await make(tmp_path)
+    lose_control(tmp_path, None)
+    (tmp_path / "providers" / "default").rename(tmp_path / "providers" / "other")
+    before = entries(tmp_path)
+    with pytest.raises(DataDirectoryError, match="its log belongs to a provider 'default': rename the directory"):
+        await renew_control(tmp_path)
+    assert entries(tmp_path) == before
+
+
+async def test_a_provider_that_is_not_there_makes_no_control_store(tmp_path: Path):
+    await asyncio.to_thread(open_data_directory, tmp_path)
+    with pytest.raises(NotFound, match="has no provider 'default': there is none"):
+        await skip_damage(tmp_path, "default", 0)
+    assert entries(tmp_path) == ["headrace.json"]
 
 
 async def test_a_control_store_is_not_made_anew_while_a_process_serves_a_subscription(tmp_path: Path):

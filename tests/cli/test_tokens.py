@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.store.datadir import open_data_directory
 from tests.cli.commandline import Headrace, Ran, Start, ended
 from tests.silo.talking import silos
 
@@ -42,6 +43,13 @@ def test_a_token_is_printed_once_and_only_its_hash_is_kept(tokens: Headrace, tmp
     assert files
     assert not [file for file in files if token.encode() in file.read_bytes()]
     assert token not in tokens("list").out + tokens("list", "--json").out
+
+
+def test_a_token_that_is_not_there_makes_no_control_store(tokens: Headrace, tmp_path: Path):
+    open_data_directory(tmp_path / "d")
+    line = tokens("revoke", "orders").refused(1)
+    assert line == "data directory 'd' has no control.db: check its name, or create a token in it first"
+    assert [each.name for each in (tmp_path / "d").iterdir()] == ["headrace.json"]
 
 
 def test_every_token_is_another(tokens: Headrace):

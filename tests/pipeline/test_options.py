@@ -82,6 +82,7 @@ def test_a_micro_batch_may_wait_for_events():
         ({"start": "12"}, "option 'start': a token such as '12' belongs to one stream"),
         ({"namespace": "n", "key": "k", "start": "12.3"}, "option 'start': reading begins with a batch: write 12"),
         ({"start": "{1: 2}"}, "option 'start': expected the offset of each queue"),
+        ({"start": '{"0":' + "[" * 100_000}, "option 'start': expected the offset of each queue"),
         ({"start": '{"1": "2"}'}, "option 'start': expected the offset of each queue"),
         ({"end": "soon"}, "option 'end' is earliest"),
         ({"maxEventsPerTrigger": "0"}, "option 'maxEventsPerTrigger' is a number from 1 on, not '0'"),

@@ -187,6 +187,7 @@ def default(**options: Any) -> SiloConfig:
         ("PROVIDERS__DEFAULT__OPTIONS__DURABILITY", "relaxed", default(options={"durability": "relaxed"})),
         ("PROVIDERS__DEFAULT__OPTIONS__RETAIN_AGE_S", "60", default(options={"retain_age_s": 60})),
         ("PROVIDERS__DEFAULT__OPTIONS__X", "false", default(options={"x": False})),
+        ("PROVIDERS__DEFAULT__OPTIONS__X", "[" * 20_000, default(options={"x": "[" * 20_000})),
     ],
 )
 def test_a_variable_is_understood_as_its_option_is(tmp_path: Path, variable: str, text: str, expected: SiloConfig):
@@ -335,6 +336,7 @@ def test_a_variable_that_is_no_option_is_told_of():
         ("log_level = 'loud'", 'FILE: log_level = "loud": expected "debug", "error", "info" or "warning"'),
         ("drain_s = -1", "FILE: drain_s = -1: expected a number >= 0"),
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
+        (f"x = {'[' * 20_000}", "FILE: its values are nested too deeply"),
     ],
 )  # fmt: skip
 def test_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, text: str, message: str):

@@ -217,7 +217,11 @@ def test_another_process_keeps_the_write_ahead_log_of_an_open_control_store(tmp_
 
 
 def test_queues_without_their_control_store_are_refused(tmp_path: Path):
-    open_data_directory(tmp_path).provider_dir("default")
+    own = open_data_directory(tmp_path).provider_dir("default")
+    with pytest.raises(DataDirectoryError, match=r"damaged, control.db is missing or empty, and there is no log"):
+        open_data_directory(tmp_path)
+    (own / "log").mkdir()
+    (own / "log" / "data.mdb").write_bytes(b"x")
     with pytest.raises(DataDirectoryError, match=r"damaged, it has queues but control.db is missing or empty: restore"):
         open_data_directory(tmp_path)
 

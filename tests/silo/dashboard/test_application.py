@@ -195,6 +195,9 @@ async def test_wrong_requests_are_one_clear_line(tmp_path: Path):
         assert "unknown field" in (await act(client, "redrive", everything=True)).json()["error"]
         huge = await client.post(f"{API}/action/redrive", content=b'"' + b"x" * 300_000, headers={**MARK, **JSON})
         assert huge.json()["error"] == "the request has more than 262,144 bytes"
+        deep = b'{"ids":' + b"[" * 100_000
+        nested = await client.post(f"{API}/action/redrive", content=deep, headers={**MARK, **JSON})
+        assert nested.json()["error"] == "the request is no JSON object: it is nested too deeply"
         broken = await client.post(f"{API}/action/redrive", content=b"[]", headers={**MARK, **JSON})
         assert broken.status_code == 400
 
