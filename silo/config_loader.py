@@ -160,6 +160,10 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidArgument(f"{file}: not UTF-8 at byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"{file}: not TOML: {error}") from None
+    except ValueError:
+        raise InvalidArgument(f"{file}: an integer has more than 4,300 digits") from None
+    except RecursionError:
+        raise InvalidArgument(f"{file}: its lists and tables are nested too deeply") from None
 
 
 def _option(path: OptionPath) -> str:

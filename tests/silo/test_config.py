@@ -361,6 +361,17 @@ def test_mistake_in_a_variable_is_named(tmp_path: Path, variable: str, text: str
     assert refusal(tmp_path, "", {f"HEADRACE_{variable}": text}).startswith(message)
 
 
+def test_values_that_are_too_large_are_named(tmp_path: Path):
+    deep, digits = "[" * 50_000, "9" * 5000
+    port = "[http] port: expected an integer >= 0 and <= 65535"
+    assert refusal(tmp_path, f"x = {deep}") == "FILE: its lists and tables are nested too deeply"
+    assert refusal(tmp_path, f"[http]\nport = {digits}") == "FILE: an integer has more than 4,300 digits"
+    assert refusal(tmp_path, f"[http]\nport = 0x{digits}") == f"FILE: {port}"
+    assert refusal(tmp_path, "", {"HEADRACE_HTTP__PORT": deep}).startswith("HEADRACE_HTTP__PORT: expected an integer")
+    config = load(tmp_path, "", {"HEADRACE_PROVIDERS__A__OPTIONS__MAP_BYTES": deep})
+    assert config.providers["a"].options == {"map_bytes": deep}  # the adapter refuses it
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
     (tmp_path / "silo.toml").write_bytes(b"data = '\xff'")
     with pytest.raises(InvalidArgument, match="not UTF-8 at byte 8"):
