@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, aclosing, asynccontextmanager, co
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 import click
 
@@ -340,7 +341,11 @@ def _last_line(entry: JournalEntry) -> str:
 
 
 def _descriptor(file: Path) -> AbstractContextManager[int]:
-    return nullcontext(sys.stdin.fileno()) if file == STDIN else _opened(file)
+    if file != STDIN:
+        return _opened(file)
+    if cast("TextIO | None", sys.stdin) is None:  # its descriptor was closed when Python started
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "stdin")
+    return nullcontext(sys.stdin.fileno())
 
 
 @contextmanager

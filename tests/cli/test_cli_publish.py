@@ -17,7 +17,7 @@ from headrace import InvalidArgument, Provider, StreamId
 from headrace.cli.commands.journal import ControlStoreJournals, FilePosition, FileReader, PublishJournal, journal_key
 from headrace.cli.commands.lines import LineFormat
 from headrace.store.datadir import lock, open_data_directory
-from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
+from tests.cli.commandline import ENVIRONMENT, SCRIPT, Headrace, Start, ended
 from tests.cli.forking import Process, forking
 
 BY_KEY = ["--data", "d", "--namespace", "shop", "--key-field", "who"]
@@ -184,6 +184,12 @@ def test_a_report_that_cannot_be_written_lets_the_next_run_publish_nothing(tmp_p
 
     assert [headrace(*command).json["events"] for _ in range(2)] == [0, 2]
     assert count(headrace) == 4
+
+
+def test_a_closed_stdin_is_one_line(tmp_path: Path):
+    line = f"{SCRIPT} publish --data d --stream a/b <&-"
+    ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "headrace: stdin: Bad file descriptor")
 
 
 def test_stdin_has_no_journal(headrace: Headrace):

@@ -278,6 +278,9 @@ async def test_a_wrong_argument_is_refused(either: Any, call: Callable[[Any], Aw
         ({"detach_after_s": "1"}, "detach_after_s is '1': expected a number of seconds"),
         ({"delays": 5}, "delays is 5: expected a str"),
         ({"data": 5}, "data is 5: expected the path of a directory, or None"),
+        ({"data": b"d"}, "data is b'd': expected the path of a directory, or None"),
+        ({"data": "a\0b"}, r"data is 'a\\x00b': expected the path of a directory, or None"),
+        ({"data": "\ud800"}, r"data is '\\ud800': expected the path of a directory, or None"),
     ],
 )
 async def test_a_wrong_option_of_a_provider_is_refused_before_it_is_entered(

@@ -372,6 +372,14 @@ def test_values_that_are_too_large_are_named(tmp_path: Path):
     assert config.providers["a"].options == {"map_bytes": deep}  # the adapter refuses it
 
 
+@pytest.mark.parametrize("option", ["data", "http.certificate", "http.host", "providers.a.outbox", "modules"])
+def test_a_nul_character_is_refused(tmp_path: Path, option: str):
+    value = '["a\\u0000"]' if option == "modules" else '"a\\u0000"'
+    section, _, name = option.rpartition(".")
+    shown = f"[{section}] {name}" if section else name
+    assert refusal(tmp_path, f"{option} = {value}") == f"FILE: {shown}: a NUL character is not accepted"
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
     (tmp_path / "silo.toml").write_bytes(b"data = '\xff'")
     with pytest.raises(InvalidArgument, match="not UTF-8 at byte 8"):
