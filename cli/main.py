@@ -6,6 +6,7 @@ The result of a command goes to stdout, everything else to stderr. Exit codes: 0
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -105,9 +106,24 @@ def _replace_streams() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Stdout(os.open(os.devnull, os.O_RDONLY), "wb")), "utf-8")
     elif type(_raw(stdout)) is io.FileIO:
         named = io.BufferedWriter(_Stdout(stdout.fileno(), "wb", closefd=False))
-        sys.stdout = io.TextIOWrapper(named, stdout.encoding, stdout.errors, line_buffering=stdout.isatty())
+        errors = _PLAIN if stdout.errors in {"strict", "surrogateescape"} else stdout.errors
+        sys.stdout = io.TextIOWrapper(named, stdout.encoding, errors, line_buffering=stdout.isatty())
     if stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
+_PLAIN = "headrace.plain"
+_PLAIN_CHARACTERS = {"–": "-", "…": "..."}
+
+
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Show the dash of an absent value in any encoding. Escape other characters, as `backslashreplace` does."""
+    if isinstance(error, UnicodeEncodeError) and error.object[error.start] in _PLAIN_CHARACTERS:
+        return _PLAIN_CHARACTERS[error.object[error.start]], error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error(_PLAIN, _plain)
 
 
 def _raw(stream: Any) -> object:

@@ -12,7 +12,6 @@ from ..streams.arguments import (
     check_integer,
     check_options,
     check_seconds,
-    check_text,
     refused,
 )
 from ..streams.errors import InvalidArgument
@@ -48,7 +47,6 @@ class ConsumerPlan:
     """It works on many streams at once: a silo sends a few events of many streams, not many events of a few."""
 
     def __post_init__(self) -> None:
-        check_subscription_name(self.name)
         if self.consumer != "":
             check_consumer(self.consumer)
         for name, value in (("session_timeout_s", self.session_timeout_s), ("timeout_s", self.timeout_s)):
@@ -68,7 +66,7 @@ class ConsumerPlan:
 def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[str, Any]) -> ConsumerPlan:
     """The plan of a consumer from the options of `call`. Raises InvalidArgument."""
     check_options(call, options, ConsumerOptions.__annotations__, HANDLER_OPTIONS)
-    check_text("name", name)
+    check_subscription_name(name)
     definition = None
     if selector is not None:
         mode = Mode.of(options.get("mode", Mode.SHARED))

@@ -135,7 +135,9 @@ def engine_of(url: str, *, create: bool = False) -> Engine:
         extra = ": pip install 'headrace[postgres]'" if missing.name == "psycopg" else ""
         package = missing.name or str(missing)
         raise NotSupported(f"the database needs the package {package!r}, which is not installed{extra}") from None
-    except (ArgumentError, NoSuchModuleError) as error:  # without the URL: it may have a password
+    except InvalidArgument:
+        raise
+    except (ArgumentError, ValueError, NoSuchModuleError) as error:  # without the URL: it may have a password
         raise InvalidArgument(
             f"the URL of the database is wrong ({type(error).__name__}): write "
             "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"

@@ -22,6 +22,7 @@ import msgspec
 
 from ..streams.errors import InvalidArgument
 from ..streams.option_tables import OptionPath, OptionTable, Table, nested, parse, value_at
+from ..streams.wording import printable
 from .config import SiloConfig, check
 
 PREFIX = "HEADRACE_"
@@ -66,6 +67,8 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Table) -> 
             return f"{file}: {_option(path)}"
 
         _CONFIG.convert(table, in_file)  # by itself, so that errors name the file
+        if (path := _with_nul(table)) is not None:
+            raise InvalidArgument(f"{file}: {printable(_option(path))}: a NUL character is not accepted")
         table = resolve_paths(table, file.absolute().parent)
     config = _converted(table, environ, flags)
     check(config)
@@ -160,8 +163,25 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidArgument(f"{file}: not UTF-8 at byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"{file}: not TOML: {error}") from None
+    except ValueError:
+        raise InvalidArgument(f"{file}: an integer has more than 4,300 digits") from None
     except RecursionError:
-        raise InvalidArgument(f"{file}: its values are nested too deeply") from None
+        raise InvalidArgument(f"{file}: its lists and tables are nested too deeply") from None
+
+
+def _with_nul(table: Table) -> OptionPath | None:
+    """The path of an option that has a NUL character; None if there is none. Names of files and hosts end there for the
+    system, so Python refuses them with a ValueError."""
+    left: list[tuple[OptionPath, object]] = [((), table)]
+    while left:
+        path, value = left.pop()
+        if "\0" in (value if isinstance(value, str) else "".join(path[-1:])):
+            return path
+        if isinstance(value, dict):
+            left += [((*path, name), each) for name, each in cast("Table", value).items()]
+        elif isinstance(value, list):
+            left += [(path, each) for each in cast("list[object]", value)]
+    return None
 
 
 def _option(path: OptionPath) -> str:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ..client.options import ConsumerOptions
 from ..client.stream_provider import HandledSubscription, StreamProvider
-from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
+from ..streams.arguments import check_ids, check_methods, check_options, check_path, check_text, one_of
 from ..streams.codecs import P
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.handlers import (
@@ -83,8 +83,8 @@ class Provider(MeasuredProvider):
         Raises InvalidArgument for an unknown option or a wrong type; when entered, DataDirectoryError, NotFound for an
         unknown adapter, InvalidArgument for options that do not fit the provider's first ones.
         """
-        if data is not None and not isinstance(cast("object", data), str | os.PathLike):
-            raise refused("data", data, "the path of a directory, or None")
+        if data is not None:
+            check_path("data", data, optional=True)
         check_options("Provider.open", options, ProviderKeywords.__annotations__)
         return cls._opened(data, ProviderOptions(**options))
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePath
 
 from ..streams.errors import InvalidArgument
+from ..streams.failure_log import described
 from ..streams.handlers import SubscriptionDeclaration, declared
 
 INTERNAL_PACKAGES = ("headrace", "importlib")
@@ -49,16 +50,18 @@ def import_module(name: str) -> None:
         sys.path.insert(0, folder)
     try:
         importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, SyntaxError) and error.filename is not None:
-            place, reason = (error.filename, error.lineno or 1), error.msg
+            place, reason = (error.filename, error.lineno or 1), f"{type(error).__name__}: {error.msg}"
         else:
-            place, reason = _last_line_of_the_user(error), str(error)
+            place, reason = _last_line_of_the_user(error), described(error)
         where = ""
         if place is not None:
             code = linecache.getline(*place).strip()
             where = f", at {place[0]}:{place[1]}" + (f": {code}" if code else "")
-        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {reason}{where}") from error
+        raise InvalidArgument(f"module {name!r} cannot be imported: {reason}{where}") from error
 
 
 def _last_line_of_the_user(error: BaseException) -> tuple[str, int] | None:

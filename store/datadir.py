@@ -41,6 +41,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from ..streams.arguments import check_path
 from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import FILE_MODE, WIDER, make_directory, opener
@@ -96,7 +97,7 @@ def open_data_directory(
     Raises DataDirectoryError if it is a file, foreign (not empty, and not made by headrace), damaged, of another
     format, or not writable. Raises StorageFull if there is no space for the marker.
     """
-    directory, shown = Path(path).absolute(), None if control is None else _shown(control)
+    directory, shown = Path(check_path("data", path)).absolute(), None if control is None else _shown(control)
     try:
         check_marker_kept(directory)
         marker = _read_marker(directory) or _claim(directory, shown)
@@ -143,9 +144,9 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
     """Return the data directory at `path`, to read its queues only: nothing is created, and its control data may be
     anywhere.
 
-    Raises DataDirectoryError if it is missing, foreign, damaged, or of another format.
+    Raises DataDirectoryError if it is missing, foreign, damaged, or of another format, InvalidArgument for no path.
     """
-    directory = Path(path).absolute()
+    directory = Path(check_path("data", path)).absolute()
     try:
         check_marker_kept(directory)
         marker = _read_marker(directory)

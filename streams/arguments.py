@@ -6,7 +6,9 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -21,8 +23,11 @@ _SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """Return the value as messages show it: its representation, cut to 100 characters."""
-    text = repr(value)
+    """Return the value as messages show it: its representation, cut to 100 characters. Never raises."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (it is nested too deeply, or `repr` runs foreign code)
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -69,6 +74,17 @@ def check_instance(name: str, value: object, kind: type[_T], example: str = "") 
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise refused(name, value, f"{article} {kind.__name__}{f', such as {example}' if example else ''}")
     return value
+
+
+def check_path(name: str, value: object, *, optional: bool = False) -> str | os.PathLike[str]:
+    """Return the path of a directory. A path with a NUL, or with a surrogate that stands for no byte, is refused.
+    `optional` says that the caller accepts None, too."""
+    path = cast("str | os.PathLike[str]", value)
+    with suppress(TypeError, UnicodeEncodeError):
+        if not isinstance(value, bytes) and b"\0" not in os.fsencode(path):
+            return path
+    expected = "the path of a directory, or None" if optional else "the path of a directory"
+    raise refused(name, value, expected)
 
 
 def check_choice(name: str, value: object, kind: type[Enum], *, optional: bool = False) -> None:

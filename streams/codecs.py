@@ -96,9 +96,9 @@ class Codecs:
 
     def encode(self, stream: StreamId, value: object) -> bytes:
         """Return the payload of a value. Raises PayloadInvalid if the codec cannot encode it."""
-        if isinstance(value, str):
-            return value.encode()
         try:
+            if isinstance(value, str):
+                return value.encode()
             return self._codecs.get(stream.namespace, self._others).encode(value)
         except Exception as error:
             raise PayloadInvalid(f"cannot encode {shown(value)} for stream {stream}: {_one_line(error)}") from error

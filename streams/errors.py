@@ -36,6 +36,7 @@ _OPTION_IN_HINT = re.compile(r"\{([\w.]+)\}")
 
 class HeadraceError(Exception):
     """Root of all errors raised by headrace. Its text is `option: problem: hint`; option and hint may be missing.
+    `problem` may be the exception that is the cause: its text is taken, or the name of its type if it has no text.
 
     A silo sends only the text, so an error from a silo has no `option` and no `hint`.
     """
@@ -51,9 +52,9 @@ class HeadraceError(Exception):
     problem: str = ""
     """The text without `option` and `hint`."""
 
-    def __init__(self, problem: str = "", *, option: str = "", hint: str = "") -> None:
-        super().__init__(_text(option, problem, hint))
-        self.option, self.problem, self.hint = option, problem, hint
+    def __init__(self, problem: str | BaseException = "", *, option: str = "", hint: str = "") -> None:
+        self.option, self.problem, self.hint = _as_text(option), _as_text(problem), _as_text(hint)
+        super().__init__(_text(self.option, self.problem, self.hint))
 
     def text_for(self, options: Mapping[str, str]) -> str:
         """Return the text with other names of options: `options` maps each name in Python to the name to show."""
@@ -67,6 +68,18 @@ class HeadraceError(Exception):
         copy = type(self).__new__(type(self), *self.args)
         copy.__dict__.update(self.__dict__)
         return copy
+
+
+def _as_text(value: object) -> str:
+    """Return the text of an argument. Never raises: `raise Unavailable(error)` must stay an `Unavailable`."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    try:
+        return str(value) or type(value).__name__
+    except Exception:  # noqa: BLE001 (`str` of it runs foreign code)
+        return type(value).__name__
 
 
 def _text(option: str, problem: str, hint: str) -> str:

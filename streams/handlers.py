@@ -16,7 +16,7 @@ from .events import Event, EventBatch
 from .identity import StreamId
 from .options import EventFilter, LocalHandlerOptions
 from .payload_handlers import PayloadArgument, payload_argument
-from .subscriptions import Selector, Start, SubscriptionDefinition
+from .subscriptions import Selector, Start, SubscriptionDefinition, check_subscription_name
 from .transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects, PayloadEffectHandler
 
 CONCURRENCY = 2000
@@ -177,6 +177,7 @@ class SubscriptionDeclaration(NamedTuple):
         cls, provider: str, name: str, selector: object, handler: Any, options: Mapping[str, Any]
     ) -> SubscriptionDeclaration:
         """Check the arguments of `subscribe`. The names of the options are checked already. Raises InvalidArgument."""
+        check_subscription_name(name)
         predicate, batch = options.get("filter"), options.get("batch", False)
         definition = define(name, selector, options, None if predicate is None else filter_name(predicate))
         check_flag("batch", batch)

@@ -125,11 +125,21 @@ def value_at(table: Any, path: OptionPath) -> Any:
 
 
 def _problem(path: OptionPath, kind: inspect.Type | None, value: Any) -> str:
-    shown = "" if value is None or isinstance(value, dict) else json.dumps(value, ensure_ascii=False, default=str)
+    shown = _shown(value)
     given = f" = {shown}" if shown and len(shown) <= MAX_SHOWN else ""
     wanted = _fitting(kind, value)
     hint = "" if wanted is None else f"; write {path[-1]} = {json.dumps(wanted, ensure_ascii=False)}"
     return f"{given}: expected {_expected(kind)}{hint}"
+
+
+def _shown(value: Any) -> str:
+    """The value as a message shows it; empty for none, for a table, and for a value that is too large to be shown."""
+    if value is None or isinstance(value, dict):
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (RecursionError, ValueError):  # nested too deeply; an integer of more than 4,300 digits
+        return ""
 
 
 def _fitting(kind: inspect.Type | None, value: Any) -> Any:
@@ -148,7 +158,8 @@ def _expected(kind: inspect.Type | None) -> str:
     match kind:
         case inspect.IntType() | inspect.FloatType():
             limits = {">=": kind.ge, ">": kind.gt, "<=": kind.le, "<": kind.lt}
-            bounds = " and ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
+            shown = "" if isinstance(kind, inspect.IntType) else "g"  # a whole number, not 1.04858e+06
+            bounds = " and ".join(f"{sign} {limit:{shown}}" for sign, limit in limits.items() if limit is not None)
             return f"{'an integer' if isinstance(kind, inspect.IntType) else 'a number'} {bounds}".rstrip()
         case inspect.BoolType():
             return "true or false"

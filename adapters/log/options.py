@@ -16,7 +16,7 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`commit`: a publish returns after fsync. `relaxed`: fsync about once a second; published events survive the end
     of the process, but the last ones may not survive a power failure or a kernel panic."""
 
-    map_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 40
+    map_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 62)] = 1 << 40
     """Largest size of the log, in bytes. It reserves address space only, neither disk nor memory."""
 
     group_bytes: _Positive = 16 << 20

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 import click
 
@@ -108,17 +110,13 @@ def command(
     """
     try:
         check_how(place, how)
-        result = run(_publish(place, how, file, LineFormat(**form), _schedule(delay, priority)))
+        report = partial(_report, as_json)
+        run(_publish(place, how, file, LineFormat(**form), _schedule(delay, priority), report=report))
     except CommandInterrupted:
         raise CommandInterrupted("interrupted" if file == STDIN else "interrupted: run it again to continue") from None
     except BadLine as bad:
         before = "the lines before it are published" if bad.number > 1 else "nothing is published"
         raise CommandFailed(f"{_name(file)}:{bad.number}: {bad.reason}; {before}") from None
-    if as_json:
-        print_json(result._asdict())
-    else:
-        done = f"{counted(result.events, 'event')} from {counted(result.lines, 'line')}"
-        note(f"published {done} in {result.seconds:.1f} s")
 
 
 class PublishResult(NamedTuple):
@@ -129,6 +127,19 @@ class PublishResult(NamedTuple):
     skipped_lines: int
     """Lines published by an earlier run that was interrupted."""
     seconds: float
+
+
+def _report(as_json: bool, result: PublishResult) -> None:
+    events = counted(result.events, "event")
+    try:
+        if as_json:
+            print_json(result._asdict())
+        else:
+            note(f"published {events} from {counted(result.lines, 'line')} in {result.seconds:.1f} s")
+    except OSError:
+        with suppress(OSError):  # it is stderr that cannot be written
+            note(f"all lines are published ({events}); only this report could not be written")
+        raise
 
 
 class PublishTarget(NamedTuple):
@@ -178,17 +189,27 @@ def _schedule(delay_s: float | None, priority: int | None) -> EventSchedule | No
 
 
 async def _publish(
-    place: ProviderPlace, how: Mapping[str, Any], file: Path, form: LineFormat, schedule: EventSchedule | None
-) -> PublishResult:
+    place: ProviderPlace,
+    how: Mapping[str, Any],
+    file: Path,
+    form: LineFormat,
+    schedule: EventSchedule | None,
+    *,
+    report: Callable[[PublishResult], None],
+) -> None:
     began = time.monotonic()
     async with _target(place, how) as target:
         with _descriptor(file) as descriptor:
             journal = _journal(target, file, form, descriptor)
-            with journal.alone(file) if journal else nullcontext(), progress(_size(descriptor)) as advance:
-                publishing = LinePublisher(target.publish_many, form, journal, advance, schedule)
-                skipped = await publishing.resume(descriptor, _name(file))
-                lines = await publishing.publish(descriptor, skipped + 1)
-        return PublishResult(publishing.events, lines, skipped, time.monotonic() - began)
+            with journal.alone(file) if journal else nullcontext():
+                with progress(_size(descriptor)) as advance:
+                    publishing = LinePublisher(target.publish_many, form, journal, advance, schedule)
+                    skipped = await publishing.resume(descriptor, _name(file))
+                    lines = await publishing.publish(descriptor, skipped + 1)
+                report(PublishResult(publishing.events, lines, skipped, time.monotonic() - began))
+                if journal is not None:
+                    # After the report: if it fails, so does the command, and a second run must not double the events.
+                    await journal.forget()
 
 
 class LinePublisher:
@@ -268,8 +289,6 @@ class LinePublisher:
                     count += good
                     if bad is not None:
                         raise bad
-        if self._journal is not None:
-            await self._journal.forget()
         return count
 
     def _understand(self, lines: NumberedLines) -> tuple[list[Item], BadLine | None]:
@@ -322,7 +341,11 @@ def _last_line(entry: JournalEntry) -> str:
 
 
 def _descriptor(file: Path) -> AbstractContextManager[int]:
-    return nullcontext(sys.stdin.fileno()) if file == STDIN else _opened(file)
+    if file != STDIN:
+        return _opened(file)
+    if cast("TextIO | None", sys.stdin) is None:  # its descriptor was closed when Python started
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "stdin")
+    return nullcontext(sys.stdin.fileno())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ...streams.errors import Busy, CorruptRecord, NotFound, PermissionDenied
 from ...streams.events import Event, EventBatch
 from ...streams.identity import StreamId
 from ...streams.outcomes import DONE
-from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition
+from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition, check_subscription_name
 from .following import print_from
 from .help import SectionedCommand
 from .options import (
@@ -111,8 +111,9 @@ class SubscribeOptions(NamedTuple):
         return self._replace(filters=()).definition(start)
 
     def definition(self, start: Start | None) -> SubscriptionDefinition:
+        name = f"{EPHEMERAL}{uuid.uuid4().hex[:12]}" if self.name is None else self.name
         return SubscriptionDefinition(
-            name=self.name or f"{EPHEMERAL}{uuid.uuid4().hex[:12]}",
+            name=check_subscription_name(name),
             selector=self.selector,
             start=start or Start.latest(),
             filter=" and ".join(self.filters) or None,

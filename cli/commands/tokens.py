@@ -88,10 +88,16 @@ def create(*, kept: Kept, name: str, client: str | None, as_json: bool, **permis
     """
     granted = {permission: tuple(permissions[permission.value]) for permission in Permission}
     text, record = run(_create(kept, name, granted, client))
-    if as_json:
-        print_json({"token": text, **_document(record)})
-    else:
-        click.echo(text)
+    try:
+        if as_json:
+            print_json({"token": text, **_document(record)})
+        else:
+            click.echo(text)
+    except OSError:  # nobody has seen the token, so its name becomes free again
+        run(_revoke(kept, name))
+        note(f"token {name!r} is revoked, because it could not be shown")
+        raise
+    if not as_json:
         note(f"token {name!r} is shown only now; running silos know it within {REFRESH_S:g} s")
 
 

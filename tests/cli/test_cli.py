@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -349,6 +350,19 @@ def test_a_stdout_that_is_closed_or_full_is_one_line(headrace: Headrace, tmp_pat
             line = shlex.join([SCRIPT, *command]) + redirection
             ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, check=False)
             assert (ran.returncode, ran.stderr.decode()) == (1, f"headrace: stdout: {why}\n"), line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_tables_are_shown_in_the_encoding_of_stdout(encoding: str, headrace: Headrace, tmp_path: Path):
+    lines = '{"key": "é€"}\n'.encode()
+    assert headrace("publish", "--data", "d", "--namespace", "o", "--key-field", "key", stdin=lines).code == 0
+    shown = tmp_path / "shown"
+    with shown.open("w", encoding=encoding) as stdout, redirect_stdout(stdout):
+        assert main(["streams", "--data", str(tmp_path / "d")]) == 0
+        assert main(["queues", "--data", str(tmp_path / "d")]) == 0
+    text = shown.read_text(encoding)
+    assert {"ascii": r"\xe9\u20ac", "latin-1": r"é\u20ac", "utf-8": "é€"}[encoding] in text
+    assert ("–" if encoding == "utf-8" else " -") in text
 
 
 def test_the_package_runs_as_a_module() -> None:

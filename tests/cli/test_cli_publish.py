@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sqlite3
+import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +17,8 @@ from headrace import InvalidArgument, Provider, StreamId
 from headrace.cli.commands.journal import ControlStoreJournals, FilePosition, FileReader, PublishJournal, journal_key
 from headrace.cli.commands.lines import LineFormat
 from headrace.store.datadir import lock, open_data_directory
-from tests.cli.commandline import Headrace, Start, ended
-from tests.cli.forking import Process
+from tests.cli.commandline import ENVIRONMENT, SCRIPT, Headrace, Start, ended
+from tests.cli.forking import Process, forking
 
 BY_KEY = ["--data", "d", "--namespace", "shop", "--key-field", "who"]
 TO_ONE = ["--data", "d", "--stream", "shop/log"]
@@ -164,6 +165,31 @@ def test_a_file_that_is_published_whole_can_be_published_again(tmp_path: Path, h
     for _ in range(2):
         assert headrace("publish", *BY_KEY, "a.jsonl", "--json").json["events"] == 2
     assert count(headrace) == 4
+
+
+def test_a_report_that_cannot_be_written_lets_the_next_run_publish_nothing(tmp_path: Path, headrace: Headrace):
+    write(tmp_path / "a.jsonl", order(1), order(2))
+    command = ["publish", *BY_KEY, "a.jsonl", "--json"]
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = forking().start(command, cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE)
+    finally:
+        os.close(full)
+    ran = ended(process)
+    assert ran.code == 1
+    assert ran.err.splitlines()[-2:] == [
+        "headrace: all lines are published (2 events); only this report could not be written",
+        "headrace: stdout: No space left on device",
+    ]
+
+    assert [headrace(*command).json["events"] for _ in range(2)] == [0, 2]
+    assert count(headrace) == 4
+
+
+def test_a_closed_stdin_is_one_line(tmp_path: Path):
+    line = f"{SCRIPT} publish --data d --stream a/b <&-"
+    ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "headrace: stdin: Bad file descriptor")
 
 
 def test_stdin_has_no_journal(headrace: Headrace):

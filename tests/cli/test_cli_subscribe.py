@@ -168,6 +168,12 @@ def test_a_name_keeps_its_start_and_refuses_another(headrace: Headrace):
     ).refused(1)
 
 
+@pytest.mark.parametrize("name", ["mail~eu", ""])
+def test_a_name_that_no_subscription_may_have_is_refused(name: str, headrace: Headrace):
+    message = headrace(*STORED, "--name", name, "--adapter", "log").refused(2)
+    assert message.startswith(f"'{name}' is not a subscription name: letters, digits")
+
+
 def test_without_a_name_nothing_is_kept(headrace: Headrace):
     publish(headrace, 1)
     headrace(*STORED)

@@ -1,15 +1,18 @@
 """`headrace tokens`, and the flags of `headrace silo` that say which clients may connect."""
 
 import hashlib
+import os
 import re
 import sqlite3
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from headrace.store.datadir import open_data_directory
-from tests.cli.commandline import Headrace, Ran, Start, ended
+from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, Start, ended
+from tests.cli.forking import forking
 from tests.silo.talking import silos
 
 TOKEN = re.compile(r"hr_[A-Za-z0-9_-]{43}\n")
@@ -55,6 +58,26 @@ def test_a_token_that_is_not_there_makes_no_control_store(tokens: Headrace, tmp_
 def test_every_token_is_another(tokens: Headrace):
     made = [tokens("create", name, "--manage", "*").out for name in ("a", "b")]
     assert len(set(made)) == 2
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_a_token_that_cannot_be_shown_is_revoked(json: tuple[str, ...], tokens: Headrace, tmp_path: Path):
+    tokens("create", "other", "--manage", "*")
+    command = ["tokens", "create", "orders", "--data", "d", "--publish", "orders", *json]
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = forking().start(command, cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE)
+    finally:
+        os.close(full)
+    ran = ended(process)
+    assert (ran.code, ran.err.splitlines()) == (
+        1,
+        [
+            "headrace: token 'orders' is revoked, because it could not be shown",
+            "headrace: stdout: No space left on device",
+        ],
+    )
+    assert [name for name, *_ in stored(tmp_path)] == ["other"]
 
 
 def test_json_tells_all_of_a_token(tokens: Headrace):

@@ -155,6 +155,7 @@ async def test_a_wrong_option_of_a_handler_is_refused(either: Any, options: dict
 
 
 async def test_wrong_options_of_the_decorator_are_refused_in_its_line() -> None:
+    await refused(partial(subscription, "mail~eu", "orders/*"), "'mail~eu' is not a subscription name")
     for options, message in OPTIONS[1:]:
         await refused(partial(subscription, "s", "orders/*", **options), message)
     await refused(partial(subscription, "s", "orders/*", queue=4), "subscription: unknown option 'queue'.* provider")
@@ -198,6 +199,9 @@ async def test_options_of_the_other_kind_are_refused(provider: Provider) -> None
 async def test_a_wrong_name_or_selector_is_refused(either: Any, handler: Any) -> None:
     await refused(lambda: either.subscribe(5, "orders/*", handler), "name is 5: expected a str")
     await refused(lambda: either.subscribe("a b", "orders/*", handler), "'a b' is not a subscription name")
+    for name in ("mail~eu", "~", ""):  # the character is for the positions of the consumers of mode broadcast
+        await refused(lambda name=name: either.subscribe(name, "orders/*", handler), f"'{name}' is not a subscription")
+        await refused(lambda name=name: either.subscribe(name, handler=handler), f"'{name}' is not a subscription")
     await refused(lambda: either.subscribe("s", 5, handler), "selector is 5: expected a StreamId, or a str")
     await refused(lambda: either.subscribe("s", "orders", handler), "'orders' selects no stream")
 
@@ -274,6 +278,9 @@ async def test_a_wrong_argument_is_refused(either: Any, call: Callable[[Any], Aw
         ({"detach_after_s": "1"}, "detach_after_s is '1': expected a number of seconds"),
         ({"delays": 5}, "delays is 5: expected a str"),
         ({"data": 5}, "data is 5: expected the path of a directory, or None"),
+        ({"data": b"d"}, "data is b'd': expected the path of a directory, or None"),
+        ({"data": "a\0b"}, r"data is 'a\\x00b': expected the path of a directory, or None"),
+        ({"data": "\ud800"}, r"data is '\\ud800': expected the path of a directory, or None"),
     ],
 )
 async def test_a_wrong_option_of_a_provider_is_refused_before_it_is_entered(

@@ -336,7 +336,7 @@ def test_a_variable_that_is_no_option_is_told_of():
         ("log_level = 'loud'", 'FILE: log_level = "loud": expected "debug", "error", "info" or "warning"'),
         ("drain_s = -1", "FILE: drain_s = -1: expected a number >= 0"),
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
-        (f"x = {'[' * 20_000}", "FILE: its values are nested too deeply"),
+        (f"x = {'[' * 20_000}", "FILE: its lists and tables are nested too deeply"),
     ],
 )  # fmt: skip
 def test_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, text: str, message: str):
@@ -361,6 +361,25 @@ def test_a_table_and_a_variable_in_a_wrong_place_are_sent_to_the_top(tmp_path: P
 )  # fmt: skip
 def test_mistake_in_a_variable_is_named(tmp_path: Path, variable: str, text: str, message: str):
     assert refusal(tmp_path, "", {f"HEADRACE_{variable}": text}).startswith(message)
+
+
+def test_values_that_are_too_large_are_named(tmp_path: Path):
+    deep, digits = "[" * 50_000, "9" * 5000
+    port = "[http] port: expected an integer >= 0 and <= 65535"
+    assert refusal(tmp_path, f"x = {deep}") == "FILE: its lists and tables are nested too deeply"
+    assert refusal(tmp_path, f"[http]\nport = {digits}") == "FILE: an integer has more than 4,300 digits"
+    assert refusal(tmp_path, f"[http]\nport = 0x{digits}") == f"FILE: {port}"
+    assert refusal(tmp_path, "", {"HEADRACE_HTTP__PORT": deep}).startswith("HEADRACE_HTTP__PORT: expected an integer")
+    config = load(tmp_path, "", {"HEADRACE_PROVIDERS__A__OPTIONS__MAP_BYTES": deep})
+    assert config.providers["a"].options == {"map_bytes": deep}  # the adapter refuses it
+
+
+@pytest.mark.parametrize("option", ["data", "http.certificate", "http.host", "providers.a.outbox", "modules"])
+def test_a_nul_character_is_refused(tmp_path: Path, option: str):
+    value = '["a\\u0000"]' if option == "modules" else '"a\\u0000"'
+    section, _, name = option.rpartition(".")
+    shown = f"[{section}] {name}" if section else name
+    assert refusal(tmp_path, f"{option} = {value}") == f"FILE: {shown}: a NUL character is not accepted"
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):

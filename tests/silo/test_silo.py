@@ -234,6 +234,8 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere', at .*handlers.py:1: import nowhere$"),
         ("\n\n1 / 0", "ZeroDivisionError: division by zero, at .*handlers.py:3: 1 / 0$"),
         ("import sys\n\nsys.exit(3)", "SystemExit: 3, at .*handlers.py:3: sys.exit\\(3\\)$"),
+        ("raise BaseException('stop')", "BaseException: stop, at .*handlers.py:1: raise"),
+        ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", "E, at .*handlers.py:3: raise E$"),
         ("def f(:", "SyntaxError: invalid syntax, at .*handlers.py:1: def f\\(:$"),
         (
             "from headrace import subscription\n@subscription('a', 'b')\nasync def f(e): ...",

@@ -135,6 +135,18 @@ def test_a_value_that_the_codec_cannot_encode_is_refused_with_its_stream() -> No
         listed(STREAM, {"a": 1j}, Codecs())
 
 
+def test_a_value_that_has_no_bytes_is_refused_however_it_is_nested() -> None:
+    with pytest.raises(PayloadInvalid, match=r"cannot encode '\\udcff' for stream orders/42: .*surrogates not allowed"):
+        listed(STREAM, "\udcff", Codecs())
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(PayloadInvalid, match="cannot encode <dict> for stream orders/42"):
+        listed(STREAM, {"a": nested}, Codecs())
+    with pytest.raises(InvalidArgument, match=r"publish bytes, str, Event, .*, not <list>"):
+        listed(STREAM, nested, Codecs())
+
+
 @pytest.mark.parametrize(
     ("codec", "message"),
     [

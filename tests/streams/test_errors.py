@@ -4,7 +4,15 @@ import pickle
 
 import pytest
 
-from headrace.streams.errors import CorruptRecord, HeadraceError, InvalidArgument, PayloadTooLarge, error_of
+from headrace.streams.errors import (
+    CorruptRecord,
+    HeadraceError,
+    InvalidArgument,
+    PayloadInvalid,
+    PayloadTooLarge,
+    Unavailable,
+    error_of,
+)
 
 EXPOSED = InvalidArgument("it would go unencrypted", option="token", hint="use {tls.ca}, or {insecure}")
 
@@ -45,3 +53,24 @@ def test_a_copy_has_the_text_and_the_data(error: HeadraceError):
 def test_an_error_travels_between_processes():
     travelled = pickle.loads(pickle.dumps(EXPOSED))
     assert (str(travelled), vars(travelled)) == (str(EXPOSED), vars(EXPOSED))
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (ConnectionError("the database is down"), "the database is down"),
+        (TimeoutError(), "TimeoutError"),
+        (_Unprintable(), "_Unprintable"),
+        (InvalidArgument("it is wrong", option="token"), "token: it is wrong"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Unavailable, PayloadInvalid])
+def test_an_error_takes_its_text_from_an_exception(kind: type[HeadraceError], cause: Exception, text: str):
+    error = kind(cause, hint="try again")
+    assert (str(error), error.problem) == (f"{text}: try again", text)
+    assert str(error.copy()) == str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -171,7 +171,9 @@ async def test_handles_of_one_process_agree_on_durability(open_log: OpenLog):
         ({"durability": "perhaps"}, "durability"),
         ({"retain_bytes": 0}, "retain_bytes"),
         ({"retain_age_s": -1.0}, "retain_age_s"),
-        ({"map_bytes": 1}, "map_bytes"),
+        ({"map_bytes": 1}, "map_bytes = 1: expected an integer >= 1048576 and <= 4611686018427387904"),
+        ({"map_bytes": 10**25}, "map_bytes = 1(0){25}: expected an integer >= 1048576"),
+        ({"map_bytes": 10**5000}, "map_bytes: expected an integer >= 1048576"),
     ],
 )
 async def test_options_that_are_wrong_are_named(open_log: OpenLog, options: dict[str, Any], message: str):
