@@ -52,8 +52,8 @@ class SubscriptionHandle:
         self._management = management
 
     async def seek(self, start: Start | str) -> None:
-        """Move the subscription to another position, which may be an earlier one. This affects all its consumers.
-        Events that they hold count as given back."""
+        """Move the subscription to another position, which may be an earlier one. This affects all its consumers,
+        but not those with `keeps_positions`. Events that they hold count as given back."""
         await self._management.seek(self.name, start)
 
     async def resume(self, stream: StreamId) -> bool:
