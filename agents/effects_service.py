@@ -7,9 +7,10 @@ from typing import Any
 
 from ..streams.events import Event
 from ..streams.handlers import Handler
+from ..streams.lost_generations import CurrentGeneration, LostGenerations
 from ..streams.options import EventFilter
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..streams.transactions import CurrentGeneration, EffectScope, HandlerEffects, ScopedEffects, StreamQueues
+from ..streams.transactions import EffectScope, HandlerEffects, ScopedEffects, StreamQueues
 from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
 from .served import HandlerService
@@ -43,10 +44,9 @@ class EffectsService(HandlerService):
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
-        scope = EffectScope(
-            self._origin, definition.name, queue, options["generation"], self.provider, self._queues,
-            self._current_generation,
-        )  # fmt: skip
+        generation, current = options["generation"], self._current_generation
+        lost = None if current is None else LostGenerations(definition.name, generation, current)
+        scope = EffectScope(self._origin, definition.name, queue, generation, self.provider, self._queues, lost)
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         handler = Handler(on_event, on_batch, None, None, scoped.redrive)

@@ -27,7 +27,7 @@ from ..streams.transactions import ProviderOrigin
 from .consumer_links import ConsumerLinks
 from .held_account import SessionStatistics
 from .holdings import ConsumerHoldings
-from .management import ManagementClient
+from .management import ManagementClient, generation_of
 from .options import SessionState
 from .plan import ConsumerPlan
 from .received import ReceivedBatch
@@ -289,7 +289,7 @@ class Consumer(SubscriptionHandle):
             )
         self.id, self.definition = opened.consumer, definition
         shared = self.definition.mode is not Mode.BROADCAST
-        generation = partial(self._management.generation_of, self.name)
+        generation = partial(generation_of, self._management, self.name)
         origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, generation)
         self.holdings.account.origin = origin
         self._opened.set()

@@ -54,6 +54,7 @@ class QueueHoldings:
         """Mode bound: whether the queue is this consumer's."""
         self.epoch = 0
         self.generation: int | None = None
+        self._scope: EffectScope | None = None
         self.lines: dict[StreamId, list[ReceivedBatch]] = {}
         """Batches with unfinished events, by stream and in order of position."""
         self.pending = False
@@ -211,11 +212,10 @@ class QueueHoldings:
 
     def effect_scope(self) -> EffectScope:
         """Return the scope of the effects of these events. Raises NotSupported."""
-        origin = check_origin(self.account.origin)
-        return EffectScope(
-            origin.origin, origin.subscription, self.number, self.generation or 0, origin.provider,
-            current_generation=origin.current_generation,
-        )  # fmt: skip
+        origin, generation, known = check_origin(self.account.origin), self.generation or 0, self._scope
+        if known is None or (known.origin, known.generation) != (origin.origin, generation):
+            known = self._scope = origin.scope(self.number, generation)
+        return known
 
     # ---- results (`BatchHolder`) ------------------------------------------------------------------------------------
 

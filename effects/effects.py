@@ -20,7 +20,6 @@ from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import EffectDatabase, database_of
 from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
-from .generations import LostGenerations
 from .outages import is_conflict, is_outage, outages, unavailable
 from .positions import AppliedPosition, EncodedState, LaterGenerationError, StreamPosition
 from .schema import check_dialect, check_rights, require
@@ -199,7 +198,6 @@ class EffectsInScope:
         self._slots = slots
         self._batch = batch
         self._known = KnownPositions()
-        self._lost = LostGenerations(scope)
 
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
@@ -253,8 +251,15 @@ class EffectsInScope:
             raise unavailable(error) from error
 
     def _position(self, event: Event) -> StreamPosition:
-        stream = _stream_of(event)
-        return StreamPosition(self._lost.scope_of(stream), stream)
+        stream, lost = _stream_of(event), self._scope.lost
+        generation = None if lost is None else lost.get(stream)
+        scope = self._scope if generation is None else self._scope._replace(generation=generation)
+        return StreamPosition(scope, stream)
+
+    async def _is_lost(self, stream: StreamId, later: LaterGenerationError) -> bool:
+        """Whether the control store has lost the generation of the stream's position. Otherwise the scope is out of
+        date. Raises Unavailable."""
+        return self._scope.lost is not None and await self._scope.lost.is_lost(stream, later.generation)
 
     async def _in_turn(self, event: Event, work: Callable[[], Awaitable[None]]) -> bool:
         """Run the work of one transaction when a slot is free. Repeat it if it collides with another transaction.
@@ -267,7 +272,7 @@ class EffectsInScope:
                     break
                 except LaterGenerationError as later:
                     self._known.drop(stream)
-                    if not await self._lost.find(stream, later.generation):
+                    if not await self._is_lost(stream, later):
                         return False
                 except BaseException as error:
                     self._known.drop(stream)
@@ -303,8 +308,9 @@ class EffectsInScope:
     @asynccontextmanager
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
-        async with self._slots.one(), self._empty() as opened:
-            yield opened
+        async with self._slots.one(), self._database.transaction() as transaction:
+            state = None if self._state_options is None else HandlerState(self._state_options, None)
+            yield Transaction(transaction, self._scope, state, ())
 
     # ---- one transaction -------------------------------------------------------------------------------------------
 
@@ -316,15 +322,22 @@ class EffectsInScope:
             try:
                 opened = await stack.enter_async_context(self._opened(events, redriven=redriven))
             except LaterGenerationError as later:
-                is_lost = await self._lost.find(stream, later.generation)
-                again = self._opened(events, redriven=redriven) if is_lost else self._empty()
-                opened = await stack.enter_async_context(again)
+                is_lost = await self._is_lost(stream, later)
+                again = self._opened(events, redriven=redriven) if is_lost else self._out_of_date(events)
+                try:
+                    opened = await stack.enter_async_context(again)
+                except LaterGenerationError as error:
+                    raise _collided(stream) from error
             yield opened
 
     @asynccontextmanager
-    async def _empty(self) -> AsyncGenerator[Transaction]:
+    async def _out_of_date(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
+        """Open a transaction that applies none of these events, and reads the state of their stream."""
         async with self._database.transaction() as transaction:
-            state = None if self._state_options is None else HandlerState(self._state_options, None)
+            state, options = None, self._state_options
+            if options is not None:
+                state = HandlerState(options, await transaction.call(self._position(events[0]).find))
+            self._counts.already_applied += len(events)
             yield Transaction(transaction, self._scope, state, ())
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:

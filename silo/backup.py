@@ -12,7 +12,6 @@ import asyncio
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +83,6 @@ async def _copy(
             providers = await store.providers()
             if restored:
                 await _forget_silos(store)
-                await store.renew_generations(time.time_ns() // 1000)
         finally:
             await store.aclose()
         known = {provider.name for provider in providers}

@@ -160,7 +160,6 @@ async def renew_control(data: Path, control: str | None = None) -> RenewedContro
             await store.register_provider(own.name, adapter="log", queues=queues, mapper=MAPPER_VERSION)
             if directory.id:
                 await store.set_value(f"directory/{own.name}", directory.id)
-        await store.renew_generations(time.time_ns() // 1000)
         return RenewedControl([own.name for own in lost], damage)
 
 

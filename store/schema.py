@@ -96,7 +96,8 @@ subscriptions = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("generation", BigInteger, nullable=False, server_default=text("0")),
 )
-"""`generation` rises with each seek. It begins above those of all deleted subscriptions."""
+"""`generation` rises with each seek, to the microseconds since 1970 at least: so it is higher than all generations that
+a restored store has lost. It begins above those of all deleted subscriptions."""
 
 checkpoints = Table(
     "checkpoints",

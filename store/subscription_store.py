@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, case, delete, or_, select, update
 
+from ..streams.clock import now_us
 from ..streams.errors import DataDirectoryError, DefinitionConflict, Fenced
 from ..streams.identity import StreamId
 from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
@@ -119,11 +120,6 @@ class SubscriptionStore(StorePart):
         """Return the generation of a subscription. Raises NotFound."""
         return await self._database.read(_generation, provider, name)
 
-    async def renew_generations(self, now_us: int) -> None:
-        """The store may have lost seeks: let the next generation of each subscription be higher than all lost ones.
-        `now_us`: microseconds since 1970."""
-        await self._database.write(_raise_counter, _NEXT_GENERATION, now_us)
-
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
         """Move a subscription in the given queues, forwards or backwards, and raise its generation. Return its new
         epoch: a process that is attached is fenced. Damaged checkpoints of the subscription are replaced or deleted.
@@ -163,12 +159,6 @@ class SubscriptionStore(StorePart):
 
 # The work of each method, within its transaction
 
-_FIRST_GENERATION = "generation"
-"""New subscriptions begin with this generation at least: acknowledgements for a deleted one of the same name do not
-count for them."""
-_NEXT_GENERATION = "next_generation"
-"""A seek raises the generation to this one at least: positions of effects from before a restore do not count for it."""
-
 
 def _generation(connection: Connection, provider: str, name: str) -> int:
     found = connection.execute(select(subscriptions.c.generation).where(is_subscription(provider, name))).scalar()
@@ -180,12 +170,13 @@ def _generation(connection: Connection, provider: str, name: str) -> int:
 def _create_subscription(
     connection: Connection, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
 ) -> bool:
+    deleted = select(counters.c.value).where(counters.c.name == "generation")
     row = {
         "provider": provider,
         "name": definition.name,
         "definition": definition_text(definition),
         "epoch": 0,
-        "generation": _counter(connection, _FIRST_GENERATION),
+        "generation": connection.execute(deleted).scalar() or 0,
     }
     statement = insert_into(connection, subscriptions).values(row).on_conflict_do_nothing()
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
@@ -258,20 +249,17 @@ def _delete_all(connection: Connection, provider: str, names: Sequence[str]) -> 
     for name in names:
         deleted = delete(subscriptions).where(is_subscription(provider, name)).returning(subscriptions.c.generation)
         for generation in connection.execute(deleted).scalars():
-            next_generation = max(generation + 1, _counter(connection, _NEXT_GENERATION))
-            _raise_counter(connection, _FIRST_GENERATION, next_generation)
+            _raise_first_generation(connection, max(generation + 1, now_us()))
         connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
         connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
         requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
         connection.execute(update(dead_letters).where(requested).values(redrive=False))
 
 
-def _counter(connection: Connection, name: str) -> int:
-    return connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar() or 0
-
-
-def _raise_counter(connection: Connection, name: str, value: int) -> None:
-    statement = insert_into(connection, counters).values(name=name, value=value)
+def _raise_first_generation(connection: Connection, generation: int) -> None:
+    """New subscriptions begin with this generation at least: acknowledgements for a deleted one of the same name do not
+    count for them."""
+    statement = insert_into(connection, counters).values(name="generation", value=generation)
     higher = statement.excluded["value"] > counters.c.value
     connection.execute(
         statement.on_conflict_do_update(
@@ -372,8 +360,8 @@ def _checkpoints_of_queue(connection: Connection, provider: str, queue: int) -> 
 def _seek(connection: Connection, provider: str, name: str, positions: Mapping[int, Checkpoint]) -> int:
     epoch = _new_epoch(connection, provider, name)
     this, column = is_subscription(provider, name), subscriptions.c.generation
-    least = _counter(connection, _NEXT_GENERATION)
-    raised = case((column + 1 < least, least), else_=column + 1)
+    now = now_us()
+    raised = case((column + 1 < now, now), else_=column + 1)
     connection.execute(update(subscriptions).where(this).values(generation=raised))
     _delete_damaged_checkpoints(connection, provider, name)
     _write_checkpoints(connection, _checkpoint_rows(provider, name, epoch, positions))

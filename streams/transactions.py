@@ -13,6 +13,7 @@ from .codecs import P
 from .errors import HeadraceError, PayloadInvalid
 from .events import Event, EventBatch
 from .identity import StreamId
+from .lost_generations import CurrentGeneration, LostGenerations
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -47,10 +48,6 @@ class StreamQueues(Protocol):
     def queues_with(self, stream: StreamId) -> Sequence[int]: ...
 
 
-CurrentGeneration = Callable[[], Awaitable[int]]
-"""Asks the control store for the generation of a subscription. Raises NotFound, and Unavailable."""
-
-
 class ProviderOrigin(NamedTuple):
     """The provider and the subscription of a consumer."""
 
@@ -61,6 +58,12 @@ class ProviderOrigin(NamedTuple):
     shared: bool
     """Whether each event goes to one consumer of the subscription only."""
     current_generation: CurrentGeneration | None = None
+
+    def scope(self, queue: int, generation: int) -> EffectScope:
+        """Return the scope of the effects of events of this queue."""
+        current = self.current_generation
+        lost = None if current is None else LostGenerations(self.subscription, generation, current)
+        return EffectScope(self.origin, self.subscription, queue, generation, self.provider, lost=lost)
 
 
 class EffectScope(NamedTuple):
@@ -76,7 +79,8 @@ class EffectScope(NamedTuple):
     """Name of the provider."""
     queues: StreamQueues | None = None
     """The queues into which other programs must write a stream. None: not known, or headrace alone writes."""
-    current_generation: CurrentGeneration | None = None
+    lost: LostGenerations | None = None
+    """Generations that the control store has lost. None: it loses none."""
 
 
 @dataclass(slots=True)

@@ -390,13 +390,15 @@ class Subscription(_message.Message):
         dead_letters: _builtins.int = ...,
         gaps: _builtins.int = ...,
         held: Global___Held | None = ...,
-        generation: _builtins.int = ...,
+        generation: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition", "held", b"held"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "definition", b"definition", "generation", b"generation", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "generation", b"generation", "held", b"held", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "generation", b"generation", "held", b"held", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generation: _TypeAlias = _typing.Literal["generation"]  # noqa: Y015
+    _WhichOneofArgType__generation: _TypeAlias = _typing.Literal["_generation", b"_generation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generation) -> _WhichOneofReturnType__generation | None: ...
 
 Global___Subscription: _TypeAlias = Subscription  # noqa: Y015
 

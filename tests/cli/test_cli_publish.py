@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -187,7 +188,7 @@ def test_a_report_that_cannot_be_written_lets_the_next_run_publish_nothing(tmp_p
 
 
 def test_a_closed_stdin_is_one_line(tmp_path: Path):
-    line = f"{SCRIPT} publish --data d --stream a/b <&-"
+    line = f"{shlex.quote(str(SCRIPT))} publish --data d --stream a/b <&-"
     ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "headrace: stdin: Bad file descriptor")
 

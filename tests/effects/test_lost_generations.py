@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from headrace import Client, Effects, Event, NotFound, Provider, StreamId, StreamState, Transaction, Unavailable
 from headrace.effects.effects import EffectsInScope
 from headrace.silo.backup import back_up, restore
+from headrace.streams.lost_generations import CurrentGeneration, LostGenerations
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, user_database
@@ -21,15 +21,15 @@ STREAM = StreamId("orders", "42")
 
 
 def in_scope(
-    database: UserDatabase, generation: int, current: Callable[[], Awaitable[int]], **options: Any
+    database: UserDatabase, generation: int, current: CurrentGeneration, **options: Any
 ) -> tuple[EffectsInScope, EffectCounts]:
     counts = EffectCounts()
-    scope = EffectScope("here", "billing", 0, generation, current_generation=current)
+    scope = EffectScope("here", "billing", 0, generation, lost=LostGenerations("billing", generation, current))
     return Effects(database.engine, **options).scoped(write_down, scope, counts, batch=False), counts
 
 
-def of(generation: int) -> Callable[[], Awaitable[int]]:
-    async def current() -> int:
+def of(generation: int | None) -> CurrentGeneration:
+    async def current() -> int | None:
         return generation
 
     return current
@@ -48,7 +48,7 @@ async def test_events_after_the_position_of_a_lost_seek_are_applied(
     assert (database.log(), counts.already_applied) == (["42@5", "42@6", "42@8"], 3)
     (warning,) = [record.message for record in caplog.records if "lost a seek" in record.message]
     assert warning.startswith(
-        "subscription 'billing' of 'default': the position of stream orders/42 has generation 7, and the control store "
+        "subscription 'billing': the position of stream orders/42 has generation 7, and the control store "
         "has 3: it has lost a seek, for example by a restore; "
     )
 
@@ -72,7 +72,20 @@ async def test_a_scope_that_is_out_of_date_applies_nothing(database: UserDatabas
     await late.call(event_at(6))
     async with late.transaction([event_at(8)], redriven=False) as tx:
         assert tx.events == ()
-    assert (database.log(), counts.already_applied) == (["42@5"], 1)
+    assert (database.log(), counts.already_applied) == (["42@5"], 2)
+
+
+async def test_a_transaction_that_is_out_of_date_has_the_state(database: UserDatabase):
+    async def count(_event: Event, tx: Transaction) -> None:
+        tx.state = 7
+
+    scope = EffectScope("here", "billing", 0, 7)
+    effects = Effects(database.engine, state=StreamState())
+    await effects.scoped(count, scope, EffectCounts(), batch=False).call(event_at(5))
+    late, counts = in_scope(database, 3, of(7), state=StreamState())
+    async with late.transaction([event_at(6)], redriven=False) as tx:
+        assert (tx.events, tx.state) == ((), 7)
+    assert counts.already_applied == 1
 
 
 async def test_a_control_store_that_does_not_answer_is_an_outage(database: UserDatabase):
@@ -84,9 +97,10 @@ async def test_a_control_store_that_does_not_answer_is_an_outage(database: UserD
 
     before, _ = in_scope(database, 7, of(7))
     await before.call(event_at(5))
-    with pytest.raises(Unavailable, match="the generation of subscription 'billing' cannot be asked for: away"):
+    with pytest.raises(Unavailable, match="the generation of subscription 'billing' is not known: away"):
         await in_scope(database, 3, away)[0].call(event_at(6))
     await in_scope(database, 3, deleted)[0].call(event_at(6))
+    await in_scope(database, 3, of(None))[0].call(event_at(6))  # a silo of an older version
     assert database.log() == ["42@5"]
 
 
@@ -124,7 +138,9 @@ async def _restored(folder: Path) -> None:
         assert applied == [b"b", b"c", b"a", b"b", b"c"]
 
 
-async def test_batches_of_a_client_after_a_lost_seek(database: UserDatabase, tmp_path: Path):
+async def test_batches_of_a_client_after_a_lost_seek(
+    database: UserDatabase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     async with opened(tmp_path / "data") as silo:
         assert silo.grpc_address is not None
         async with Client(silo.grpc_address) as client, client.subscribe("billing", "orders/*") as consumer:
@@ -137,3 +153,4 @@ async def test_batches_of_a_client_after_a_lost_seek(database: UserDatabase, tmp
                 if payload == b"a":  # as if the control store had lost this generation
                     database.execute("UPDATE headrace_position SET generation = 7")
     assert database.log() == ["a", "b", "c"]
+    assert len([record for record in caplog.records if "lost a seek" in record.message]) == 1

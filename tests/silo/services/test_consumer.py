@@ -702,7 +702,9 @@ async def test_a_report_of_an_older_generation_is_refused(caller: Caller) -> Non
         held = await session.take(2)
         await _seek(caller, subscriptions_pb2.Start(earliest=True))
         again = await session.take(2)
-        assert [(event.generation, event.attempt) for event in (*held, *again)] == [(0, 1)] * 2 + [(1, 1)] * 2
+        assert [event.attempt for event in (*held, *again)] == [1, 1, 1, 1]
+        assert all(event.generation == 0 for event in held)
+        assert all(event.generation > 0 for event in again)
         said = {"acknowledgements": [acknowledgement(held[0])], "rejections": [rejection(held[1], delay_ms=0)]}
         released = [pb.Released(offset=again[0].offset)]
         older = await session.report(held[0], **said, released=released)
@@ -738,7 +740,7 @@ async def test_a_pull_reports_with_the_epoch_and_generation_of_its_answer(caller
     (event,) = await pull_events(caller)
     await _seek(caller, subscriptions_pb2.Start(earliest=True))
     (again,) = await pull_events(caller)
-    assert (event.generation, again.generation) == (0, 1)
+    assert again.generation > event.generation == 0
     assert len(await acknowledge(caller, [event])) == 1
     assert len((await pull(caller, wait_ms=1, reports=reports([event]))).refused) == 1
     assert await acknowledge(caller, [again]) == []
