@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic, time_ns
 from typing import Self, TypeVar
 
@@ -27,7 +26,7 @@ from ..streams.transactions import ProviderOrigin
 from .consumer_links import ConsumerLinks
 from .held_account import SessionStatistics
 from .holdings import ConsumerHoldings
-from .management import ManagementClient, generation_of
+from .management import ManagementClient
 from .options import SessionState
 from .plan import ConsumerPlan
 from .received import ReceivedBatch
@@ -289,10 +288,12 @@ class Consumer(SubscriptionHandle):
             )
         self.id, self.definition = opened.consumer, definition
         shared = self.definition.mode is not Mode.BROADCAST
-        generation = partial(generation_of, self._management, self.name)
-        origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, generation)
+        origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, self._generation)
         self.holdings.account.origin = origin
         self._opened.set()
+
+    async def _generation(self) -> int | None:
+        return await self._management.generation_of(self.name)
 
     def _take(self) -> None:
         if self.state is not SessionState.OPEN:

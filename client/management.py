@@ -53,6 +53,12 @@ class ManagementClient:
         request = pb.CreateSubscriptionRequest(provider=self._provider, definition=message)
         return (await self._ask("CreateSubscription", request, pb.CreateSubscriptionResponse)).created
 
+    async def generation_of(self, name: str) -> int | None:
+        """The generation of a subscription in the control store; None if the silo does not tell it. Raises NotFound."""
+        request = pb.GetSubscriptionRequest(provider=self._provider, name=name)
+        found = (await self._ask("GetSubscription", request, pb.GetSubscriptionResponse)).subscription
+        return found.generation if found.HasField("generation") else None
+
     async def subscription(self, name: str) -> SubscriptionState:
         """A subscription and its progress. Raises NotFound."""
         request = pb.GetSubscriptionRequest(provider=self._provider, name=check_text("name", name))
@@ -209,11 +215,3 @@ def parsed(kind: type[_M], encoded: bytes) -> _M:
         return kind.FromString(encoded)
     except DecodeError:
         raise HeadraceError(f"the silo's answer is no {kind.DESCRIPTOR.name}") from None
-
-
-async def generation_of(client: ManagementClient, name: str) -> int | None:
-    """The generation of a subscription in the control store; None if the silo does not tell it. Raises NotFound."""
-    request = pb.GetSubscriptionRequest(provider=client.provider, name=name)
-    ask = client._ask  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    found = (await ask("GetSubscription", request, pb.GetSubscriptionResponse)).subscription
-    return found.generation if found.HasField("generation") else None
