@@ -55,6 +55,9 @@ class SubscriptionHandle:
         but not those with `keeps_positions`. Events that they hold count as given back."""
         await self._management.seek(self.name, start)
 
+    async def _generation(self) -> int | None:
+        return await self._management.generation_of(self.name)
+
     async def resume(self, stream: StreamId) -> bool:
         """Continue a paused stream. Return False if it is not paused."""
         return await self._management.resume(self.name, stream)
@@ -291,9 +294,6 @@ class Consumer(SubscriptionHandle):
         origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared, self._generation)
         self.holdings.account.origin = origin
         self._opened.set()
-
-    async def _generation(self) -> int | None:
-        return await self._management.generation_of(self.name)
 
     def _take(self) -> None:
         if self.state is not SessionState.OPEN:
