@@ -22,7 +22,14 @@ from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, SiloSuperseded
 from headrace.streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
-from headrace.streams.subscriptions import Checkpoint, is_consumers_position, is_position_of, parent_of, redefined
+from headrace.streams.subscriptions import (
+    Checkpoint,
+    is_consumers_position,
+    is_position_of,
+    parent_name,
+    parent_of,
+    redefined,
+)
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
@@ -100,7 +107,7 @@ class MemoryStore:
             return True
         if found.definition != definition:
             raise DefinitionConflict(
-                f"subscription {definition.name!r} exists with another definition: "
+                f"subscription {parent_name(definition.name)!r} exists with another definition: "
                 f"{differences(found.definition, definition)}; give the stored values, use another name, or give its "
                 "progress up with 'headrace subscriptions delete' and create it again"
             )
