@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.progress import SubscriptionAttachment
-from ..streams.subscriptions import Checkpoint, SubscriptionDefinition, parent_name
+from ..streams.subscriptions import Checkpoint, SubscriptionDefinition, parent_name, redefined
 from .checkpointer import Checkpointer
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -51,8 +51,7 @@ class SubscriptionRunner:
             if service.stored:
                 attachment = await self._attachment(definition.name)
                 if attachment.definition not in (None, definition):
-                    shown = parent_name(definition.name)
-                    raise Fenced(f"subscription {shown!r} was deleted, and has another definition now")
+                    raise redefined(definition.name)
             else:
                 attachment = SubscriptionAttachment(0, start or {})
             self._check_unserved(definition.name)
@@ -63,7 +62,7 @@ class SubscriptionRunner:
 
     def _check_unserved(self, name: str) -> None:
         if name in self._state.served or name in self.paused:
-            raise Busy(f"subscription {name!r} is already served by this process")
+            raise Busy(f"subscription {parent_name(name)!r} is already served by this process")
 
     def _deliver(
         self, definition: SubscriptionDefinition, service: DeliveryService, attachment: SubscriptionAttachment

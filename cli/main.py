@@ -106,24 +106,27 @@ def _replace_streams() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Stdout(os.open(os.devnull, os.O_RDONLY), "wb")), "utf-8")
     elif type(_raw(stdout)) is io.FileIO:
         named = io.BufferedWriter(_Stdout(stdout.fileno(), "wb", closefd=False))
-        errors = _PLAIN if stdout.errors in {"strict", "surrogateescape"} else stdout.errors
+        errors = ERROR_HANDLER if stdout.errors in {"strict", "surrogateescape"} else stdout.errors
         sys.stdout = io.TextIOWrapper(named, stdout.encoding, errors, line_buffering=stdout.isatty())
     if stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
 
 
-_PLAIN = "headrace.plain"
+ERROR_HANDLER = "headrace.plain"
 _PLAIN_CHARACTERS = {"–": "-", "…": "..."}
 
 
-def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+def _replace_unencodable(error: UnicodeError) -> tuple[str | bytes, int]:
     """Show the dash of an absent value in any encoding. Escape other characters, as `backslashreplace` does."""
-    if isinstance(error, UnicodeEncodeError) and error.object[error.start] in _PLAIN_CHARACTERS:
+    if not isinstance(error, UnicodeEncodeError):
+        return codecs.backslashreplace_errors(error)
+    if error.object[error.start] in _PLAIN_CHARACTERS:
         return _PLAIN_CHARACTERS[error.object[error.start]], error.start + 1
+    error.end = error.start + 1  # the error has a run of characters, in which plain ones may follow
     return codecs.backslashreplace_errors(error)
 
 
-codecs.register_error(_PLAIN, _plain)
+codecs.register_error(ERROR_HANDLER, _replace_unencodable)
 
 
 def _raw(stream: Any) -> object:

@@ -254,10 +254,11 @@ class SyncConsumer:
         """Return when all consumers have handled everything stored before the call, except in paused streams."""
         self._call(self._opened.caught_up)
 
-    def seek(self, start: Start | str) -> None:
+    def seek(self, start: Start | str) -> int:
         """Move the subscription to another position, which may be an earlier one. This affects all its consumers,
-        but not those with `keeps_positions`: to move one, start it again with other `positions`."""
-        self._call(self._opened.seek, start)
+        but not those with `keeps_positions`: to move one, start it again with other `positions`. Return the number of
+        attached consumers that were not moved, as far as the asked silo knows."""
+        return self._call(self._opened.seek, start)
 
     def resume(self, stream: StreamId) -> bool:
         """Continue a paused stream. Return False if it is not paused."""

@@ -50,10 +50,11 @@ class SubscriptionHandle:
         self.name = name
         self._management = management
 
-    async def seek(self, start: Start | str) -> None:
+    async def seek(self, start: Start | str) -> int:
         """Move the subscription to another position, which may be an earlier one. This affects all its consumers,
-        but not those with `keeps_positions`. Events that they hold count as given back."""
-        await self._management.seek(self.name, start)
+        but not those with `keeps_positions`. Events that they hold count as given back. Return the number of attached
+        consumers that were not moved, as far as the asked silo knows."""
+        return await self._management.seek(self.name, start)
 
     async def _generation(self) -> int | None:
         return await self._management.generation_of(self.name)
@@ -84,7 +85,8 @@ class Consumer(SubscriptionHandle):
         self.id = plan.consumer
         """The consumer's id. If none was given, the silo makes one."""
         self.definition: SubscriptionDefinition | None = plan.definition
-        """Definition of the subscription, as it is stored. Once a silo has accepted the consumer, it stays the same."""
+        """Definition of the subscription, as it is stored. It does not change after the first silo has accepted the
+        consumer."""
         self.state = SessionState.CONNECTING
         self.error: BaseException | None = None
         """The error with which it ended, if not by `aclose`."""

@@ -104,7 +104,8 @@ class ManagementClient:
         """Move a subscription's position in all queues, also back. `start` may be text, as in `Start.parse`.
 
         With mode broadcast, move that of each consumer, but not of those with `keeps_positions`: to move one, start it
-        again with other `positions`. Return how many of these get events from the silo that was asked.
+        again with other `positions`. Return the number of attached consumers that were not moved, as far as the asked
+        silo knows.
         """
         to = wire.start_message(Start.of(start))
         request = pb.SeekSubscriptionRequest(provider=self._provider, name=check_text("name", name), to=to)

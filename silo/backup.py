@@ -12,8 +12,8 @@ import asyncio
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +76,8 @@ async def _copy(
         )
     await asyncio.to_thread(check_control_kept, source)
     async with in_threads(_unfinished(target, source.path)) as made:
-        own_logs = await asyncio.to_thread(logs, source.path)  # before the control store: a new provider has no event
+        # Before the control store is copied: a provider that is created meanwhile may be missing in the copy.
+        have_events = await asyncio.to_thread(_have_events, source)
         await asyncio.to_thread(_copy_control, source, made)
         store = await ControlStore.open(made / "control.db")
         try:
@@ -86,7 +87,8 @@ async def _copy(
         finally:
             await store.aclose()
         known = {provider.name for provider in providers}
-        await asyncio.to_thread(_refuse_unknown, source, [each for each in own_logs if each.name not in known])
+        unknown = {name: has for name, has in have_events.items() if name not in known}
+        await asyncio.to_thread(_refuse_unknown, source, unknown)
         for provider in providers:
             if provider.adapter == "log":
                 await asyncio.to_thread(_copy_log, source.path, made, provider.name)
@@ -118,14 +120,25 @@ def _copy_control(source: DataDirectory, made: Path) -> None:
         raise StorageError(f"'{source.control_db}' cannot be copied to '{made}': {faults[0]}")
 
 
-def _refuse_unknown(source: DataDirectory, unknown: Sequence[Path]) -> None:
-    """Raise DataDirectoryError if a log has events that the copy would not have."""
-    for own in unknown:
-        with LogInspection(own / "log") as log:
-            if any(log.ends()):
+def _have_events(source: DataDirectory) -> dict[str, bool]:
+    """Return, by provider with a log, whether the log has events. A log that cannot be read has none: another process
+    may be creating it."""
+    found = dict[str, bool]()
+    for directory in logs(source.path):
+        found[directory.name] = False
+        with suppress(DataDirectoryError), LogInspection(directory / "log") as log:
+            found[directory.name] = log.has_events()
+    return found
+
+
+def _refuse_unknown(source: DataDirectory, unknown: Mapping[str, bool]) -> None:
+    """Raise DataDirectoryError if a log had events that the copy would not have, or cannot be read."""
+    for name, has_events in unknown.items():
+        with LogInspection(source.path / "providers" / name / "log"):
+            if has_events:
                 raise DataDirectoryError(
-                    f"data directory '{source.path}': provider {own.name!r} has events, but control.db does not know "
-                    f"it: nothing was copied: see {remedy('check', data=source.path)}"
+                    f"data directory '{source.path}': provider {name!r} has events, but control.db does not know it: "
+                    f"nothing was copied: see {remedy('check', data=source.path)}"
                 )
 
 

@@ -35,9 +35,11 @@ from ..streams.subscriptions import (
     SubscriptionDefinition,
     check_consumer,
     is_consumers_position,
+    is_position_of,
     of_consumer,
     parent_name,
     parent_of,
+    redefined,
 )
 from .provider_core import ProviderCore
 
@@ -79,7 +81,8 @@ class ConsumerGroups:
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
         self._parent_epochs: dict[str, int] = {}
-        """By group that is not stored: the epoch of the subscription, which has another one if it is created anew."""
+        """By group of a consumer that keeps its positions: the epoch of its subscription when it joined. A deleted or
+        new subscription has another."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """A lock lives while a task holds it or waits for it."""
 
@@ -213,7 +216,7 @@ class ConsumerGroups:
         parent = parent_of(own)
         stored = await self._provider.store.attach(self._provider.name, parent.name, exclusive=False)
         if stored.definition != parent:
-            raise Fenced(f"subscription {parent.name!r} was deleted, and has another definition now")
+            raise redefined(parent.name)
         return stored.epoch
 
     def _check_newest(self, name: str, consumer: str, started_us: int) -> None:
@@ -233,8 +236,7 @@ class ConsumerGroups:
         if own.name in self._groups:
             return
         stored = [each.name for each in await self._provider.store.subscriptions(self._provider.name)]
-        prefix = f"{definition.name}{CONSUMER_SEPARATOR}"
-        names = {name for name in (*stored, *self._groups) if name.startswith(prefix)}
+        names = {name for name in (*stored, *self._groups) if is_position_of(name, definition.name)}
         if own.name not in names and len(names) >= self._max_positions:
             raise LimitExceeded(
                 f"subscription {definition.name!r} has positions of {self._max_positions:,} consumers already, which "
@@ -263,8 +265,8 @@ class ConsumerGroups:
 
     def members(self, definition: SubscriptionDefinition) -> Sequence[MemberStatistics]:
         """The attached consumers of a subscription."""
-        own = f"{definition.name}{CONSUMER_SEPARATOR}"
-        names = [name for name in self._groups if name == definition.name or name.startswith(own)]
+        own = definition.name
+        names = [name for name in self._groups if name == own or is_position_of(name, own)]
         return [each for name in names for each in self._groups[name].statistics()]
 
     async def save(self) -> None:
@@ -313,9 +315,15 @@ class ConsumerGroups:
         epochs = (await self._provider.store.control_requests(self._provider.name, parents)).epochs
         for name, group, epoch in kept:
             if epochs.get(parent_name(name)) != epoch:
-                async with self._locked(name):
-                    if self._provider.service_of(name) is group:
-                        await self._end(name, group, Fenced(f"subscription {parent_name(name)!r} was deleted"))
+                try:
+                    await self._end_served(name, group, Fenced(f"subscription {parent_name(name)!r} was deleted"))
+                except Exception:
+                    log.exception("the consumer %r of a deleted subscription did not end, and is ended again", name)
+
+    async def _end_served(self, name: str, group: Group, error: Fenced) -> None:
+        async with self._locked(name):
+            if self._provider.service_of(name) is group:
+                await self._end(name, group, error)
 
     def _idle_s(self, group: Group) -> float:
         return asyncio.get_running_loop().time() - group.empty_since

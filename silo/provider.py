@@ -369,9 +369,10 @@ class LocalSubscription:
         """Whether another process serves it now, so that this process only waits to take over."""
         return self.name in self._provider.standby.waiting
 
-    async def seek(self, start: Start | str) -> None:
-        """Move to another position, also an earlier one."""
-        await self._provider.seek(self.name, start)
+    async def seek(self, start: Start | str) -> int:
+        """Move to another position, also an earlier one. Return the number of consumers that were not moved: 0, because
+        a handler keeps no positions itself."""
+        return await self._provider.seek(self.name, start)
 
     async def close(self) -> None:
         """Stop serving it in this process. It stays durable: later events are kept, and it resumes at its position.

@@ -141,13 +141,13 @@ async def renew_control(data: Path, control: str | None = None) -> RenewedContro
     """
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_unused(data))
-        own_logs, damage = await asyncio.to_thread(_rest, directory, control)
+        provider_dirs, damage = await asyncio.to_thread(_logs_and_damage, directory, control)
         # SQLite uses the write-ahead log up to the damage, and removes the log when the database is closed.
-        may_make = bool(own_logs or damage)
-        directory, store = await stack.enter_async_context(control_store(data, control, control_lost=may_make))
+        is_repairable = bool(provider_dirs or damage)
+        directory, store = await stack.enter_async_context(control_store(data, control, control_lost=is_repairable))
         known = {each.name for each in await store.providers()}
-        lost = [each for each in own_logs if each.name not in known]
-        if not own_logs and damage is None:
+        lost = [each for each in provider_dirs if each.name not in known]
+        if not provider_dirs and damage is None:
             raise InvalidArgument(f"data directory '{data}': it has no log: there is nothing to make anew")
         if not lost and damage is None:
             raise InvalidArgument(
@@ -174,19 +174,19 @@ async def _unused(data: Path) -> AsyncGenerator[DataDirectory]:
         yield directory
 
 
-def _rest(directory: DataDirectory, control: str | None) -> tuple[Sequence[Path], DamagedFrame | None]:
+def _logs_and_damage(directory: DataDirectory, control: str | None) -> tuple[Sequence[Path], DamagedFrame | None]:
     """Return the directories of the providers with a log, and the damage in the write-ahead log of the control store.
 
     If control.db is missing, a log that cannot be read is refused: nothing is made yet.
     """
-    own_logs = logs(directory.path)
+    provider_dirs = logs(directory.path)
     if control is not None:
-        return own_logs, None
+        return provider_dirs, None
     if directory.has_control_db():
-        return own_logs, find_damage(directory.control_db)
-    for own in own_logs:
+        return provider_dirs, find_damage(directory.control_db)
+    for own in provider_dirs:
         _made_with(own)
-    return own_logs, None
+    return provider_dirs, None
 
 
 def _made_with(own: Path) -> tuple[int, str]:

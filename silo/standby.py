@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..agents import DeliveryService
 from ..streams.background import BackgroundTasks, run_periodically
 from ..streams.errors import Fenced, HeadraceError, NotFound
-from ..streams.subscriptions import SubscriptionDefinition, parent_name
+from ..streams.subscriptions import SubscriptionDefinition, redefined
 from .subscription_locks import SubscriptionLocks
 
 log = logging.getLogger("headrace.silo")
@@ -117,8 +117,7 @@ class Standby:
         stored = {one.name: one for one in await self._stored()}
         for name in names:
             if stored.get(name) != self._waiting[name].definition:
-                shown = parent_name(name)
-                self._end(name, Fenced(f"subscription {shown!r} was deleted, or has another definition now"))
+                self._end(name, redefined(name))
 
     def _end(self, name: str, error: HeadraceError) -> None:
         log.info("subscription %r: this process does not stand by any longer: %s", name, error)

@@ -9,17 +9,18 @@ from contextlib import AbstractAsyncContextManager, suppress
 from ..agents import DeliveryService, Group, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
-from ..streams.errors import Busy, Fenced, NotFound, NotSupported
+from ..streams.errors import Busy, NotFound, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
-    CONSUMER_SEPARATOR,
     Checkpoint,
     SlowConsumer,
     Start,
     SubscriptionDefinition,
     check_definition,
     is_parent,
+    is_position_of,
     parent_name,
+    redefined,
 )
 from .opening import ProviderParts
 from .queue_positions import QueuePositions
@@ -100,7 +101,7 @@ class SubscriptionHost(QueuePositions):
         name = definition.name
         if self.service_of(name) is not None or name in self._starting:
             hint = "use another name, or close the other subscription first"
-            raise Busy(f"subscription {name!r} is already served by this process", hint=hint)
+            raise Busy(f"subscription {parent_name(name)!r} is already served by this process", hint=hint)
         self._starting.add(name)
         try:
             await self._locks.take(name)
@@ -116,8 +117,7 @@ class SubscriptionHost(QueuePositions):
             if creates:
                 await self.ensure_subscription(definition)
             elif await self.store.subscription(self.name, name) != definition:
-                shown = parent_name(name)
-                raise Fenced(f"subscription {shown!r} was deleted, and has another definition now") from None
+                raise redefined(name) from None
             self.standby.add(definition, service, error.problem)
         else:
             await self._serve_locked(definition, service, start, creates=creates)
@@ -192,11 +192,10 @@ class SubscriptionHost(QueuePositions):
 
     async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> int:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
-        But consumers that keep their positions themselves stay, and go on from others when they join again with those.
-        Return how many of these this process serves.
+        Consumers that keep their positions are not moved. Return how many of them this process serves.
 
-        Its generation rises: consumers forget which events they acknowledged, because they may come again on purpose.
-        If another process serves it, that process notices the change within a second.
+        The generation of the subscription rises: consumers forget which events they acknowledged, because they may come
+        again on purpose. If another process serves it, that process notices the change within a second.
 
         `start` may be text, as in `Start.parse`. Raises NotFound, InvalidArgument.
         """
@@ -254,12 +253,12 @@ class SubscriptionHost(QueuePositions):
         """The names under which this process serves the consumers of `name`, or stands by for them, if its mode is
         broadcast; also those of consumers that keep their positions."""
         here = [*self.manager.served, *self.manager.subscriptions.paused, *self.standby.waiting]
-        return [each for each in here if each.startswith(f"{name}{CONSUMER_SEPARATOR}")]
+        return [each for each in here if is_position_of(each, name)]
 
     async def _consumers_of(self, name: str) -> list[str]:
         """The subscriptions of the consumers of `name`, if its mode is broadcast."""
         stored = await self.store.subscriptions(self.name)
-        return [each.name for each in stored if each.name.startswith(f"{name}{CONSUMER_SEPARATOR}")]
+        return [each.name for each in stored if is_position_of(each.name, name)]
 
     def _drain_s(self, name: str) -> float:
         """Only handlers get time to end: remote consumers do not run in this process."""

@@ -23,6 +23,7 @@ from ..streams.subscriptions import (
     Mode,
     SubscriptionDefinition,
     is_consumers_position,
+    is_position_of,
 )
 from .last_event import LastEventSearch
 from .provider_core import ProviderCore
@@ -245,8 +246,7 @@ class _Gathering:
         store, provider, name = self._provider.store, self._provider.name, self._definition.name
         if self._definition.mode is not Mode.BROADCAST:
             return await store.gaps(provider, name)
-        prefix = f"{name}{CONSUMER_SEPARATOR}"
-        return [gap for gap in await store.gaps(provider) if gap.subscription.startswith(prefix)]
+        return [gap for gap in await store.gaps(provider) if is_position_of(gap.subscription, name)]
 
     @asynccontextmanager
     async def _store_limit(self) -> AsyncGenerator[None]:
@@ -345,8 +345,7 @@ class _Gathering:
 
 def _served(provider: ProviderCore, name: str) -> ServedSubscription | None:
     served = provider.manager.served
-    prefix = name + CONSUMER_SEPARATOR
-    return served.get(name) or next((one for each, one in served.items() if each.startswith(prefix)), None)
+    return served.get(name) or next((one for each, one in served.items() if is_position_of(each, name)), None)
 
 
 def _with_consumers(found: SubscriptionFacts, one: ServedSubscription, queue: int) -> SubscriptionFacts:

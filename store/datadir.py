@@ -46,7 +46,7 @@ from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import FILE_MODE, WIDER, make_directory, opener
 from ..streams.remedies import remedy
-from ..streams.subscriptions import check_stored_name
+from ..streams.subscriptions import check_stored_name, parent_name
 from .write_ahead_log import find_damage
 
 FORMAT = 1
@@ -259,7 +259,7 @@ def lock_subscription(
     """Take the right to serve a subscription, without waiting: exclusive, or shared with the other silos of a cluster.
     Raises Busy, which names a process that has it."""
     check_stored_name(subscription)
-    what = f"subscription {subscription!r} of provider {provider!r} is served"
+    what = f"subscription {parent_name(subscription)!r} of provider {provider!r} is served"
     return lock(directory, check_provider_name(provider), subscription, what, shared=shared)
 
 

@@ -9,16 +9,17 @@ from typing import Any
 from sqlalchemy import Connection, and_, case, delete, or_, select, update
 
 from ..streams.clock import now_us
-from ..streams.errors import DataDirectoryError, DefinitionConflict, Fenced
+from ..streams.errors import DataDirectoryError, DefinitionConflict
 from ..streams.identity import StreamId
 from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from ..streams.subscriptions import (
-    CONSUMER_SEPARATOR,
     Checkpoint,
     SubscriptionDefinition,
     is_consumers_position,
-    is_parent,
+    is_position_of,
+    parent_name,
     parent_of,
+    redefined,
 )
 from .checksums import check_row, with_checksum
 from .rows import checkpoint_of, checkpoint_row, definition_of, definition_text, differences, plain
@@ -187,14 +188,15 @@ def _create_subscription(
             return False
     epoch = _new_epoch(connection, provider, definition.name)  # a deleted one with this name had another
     _require_parent(connection, provider, definition)
-    if is_parent(definition):  # a silo of version 0.2.0 may have left positions of a deleted one with this name
+    if not is_consumers_position(definition):
+        # A silo of version 0.2.0 may have left positions of a deleted subscription with this name, of any mode.
         _delete_all(connection, provider, _lock_consumers(connection, provider, definition.name))
     _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, epoch, start))
     return True
 
 
 def _require_parent(connection: Connection, provider: str, definition: SubscriptionDefinition) -> None:
-    """The position of a consumer needs its subscription. Keep that from being deleted until this transaction ends."""
+    """Lock the subscription, so that it is not deleted before this transaction ends."""
     if not is_consumers_position(definition):
         return
     wanted = parent_of(definition)
@@ -203,15 +205,15 @@ def _require_parent(connection: Connection, provider: str, definition: Subscript
     if stored is None:
         raise subscription_not_found(provider, wanted.name)
     if stored != wanted:
-        raise Fenced(f"subscription {wanted.name!r} was deleted, and has another definition now")
+        raise redefined(wanted.name)
 
 
 def _require_equal(stored: SubscriptionDefinition, wanted: SubscriptionDefinition) -> None:
     if stored != wanted:
         raise DefinitionConflict(
-            f"subscription {stored.name!r} exists with another definition: {differences(stored, wanted)}; give "
-            "the stored values, use another name, or give its progress up with 'headrace subscriptions delete' and "
-            "create it again"
+            f"subscription {parent_name(stored.name)!r} exists with another definition: {differences(stored, wanted)}; "
+            "give the stored values, use another name, or give its progress up with 'headrace subscriptions delete' "
+            "and create it again"
         )
 
 
@@ -237,8 +239,9 @@ def _delete_subscription(connection: Connection, provider: str, name: str) -> No
 
 def _lock_consumers(connection: Connection, provider: str, name: str) -> list[str]:
     """Return the names of the positions of a subscription's consumers, and lock them until this transaction ends."""
-    stored = connection.execute(select(subscriptions.c.name).where(subscriptions.c.provider == provider)).scalars()
-    own = [each for each in stored if each.startswith(f"{name}{CONSUMER_SEPARATOR}")]
+    names = select(subscriptions.c.name).where(subscriptions.c.provider == provider).order_by(subscriptions.c.name)
+    stored = connection.execute(names).scalars()
+    own = [each for each in stored if is_position_of(each, name)]
     for some in (own[at : at + IDS_AT_ONCE] for at in range(0, len(own), IDS_AT_ONCE)):
         chosen = subscriptions.c.provider == provider, subscriptions.c.name.in_(some)
         connection.execute(select(subscriptions.c.name).where(*chosen).order_by(subscriptions.c.name).with_for_update())

@@ -19,7 +19,7 @@ import msgspec
 
 from .arguments import CheckedStruct, check_choice, check_flag, check_instance, check_text, refused, shown
 from .backoff import Backoff
-from .errors import InvalidArgument
+from .errors import Fenced, InvalidArgument
 from .field_limits import (
     MAX_ATTEMPTS,
     MAX_ELAPSED_S,
@@ -375,13 +375,23 @@ def is_consumers_position(definition: SubscriptionDefinition) -> bool:
     return CONSUMER_SEPARATOR in definition.name
 
 
+def is_position_of(name: str, parent: str) -> bool:
+    """Whether `name` stores the position of one consumer of the subscription `parent`."""
+    return name.startswith(f"{parent}{CONSUMER_SEPARATOR}")
+
+
+def redefined(name: str) -> Fenced:
+    """Return the error for a subscription that was created anew with another definition. `name` may be the position of
+    one of its consumers."""
+    return Fenced(f"subscription {parent_name(name)!r} was deleted, and has another definition now")
+
+
 def position_names(definition: SubscriptionDefinition, stored: Iterable[SubscriptionDefinition]) -> list[str]:
     """Return the names under which a subscription's positions are stored: its own, or with mode broadcast those of its
     consumers."""
     if not is_parent(definition):
         return [definition.name]
-    own = f"{definition.name}{CONSUMER_SEPARATOR}"
-    return [each.name for each in stored if each.name.startswith(own)]
+    return [each.name for each in stored if is_position_of(each.name, definition.name)]
 
 
 class StreamBehind(NamedTuple):

@@ -64,6 +64,7 @@ PATCHING = {
     "tests/agents": "clocks and intervals of agents",
     "tests/balancer/test_balancers.py": "a plug-in on Python's path",
     "tests/benchmarks/test_peers.py": "a package that is not installed",
+    "tests/cli/test_backup.py": "a provider that is created between two steps",
     "tests/cli/test_repair.py": "a rename that the system refuses",
     "tests/cluster/planted.py": "plants bugs",
     "tests/cluster/simulated.py": "intervals and names that its processes share",

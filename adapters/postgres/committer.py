@@ -188,8 +188,9 @@ class PostgresCommitter:
             if committing and _ends_connection(failure):
                 uncertain = attempt  # else the server has answered that it stored nothing
             self._after_failure(failure)
+            # No time is left because earlier attempts failed: report their reason.
             if reason is None or not isinstance(failure, NoTimeLeftError):
-                reason = failure  # otherwise the attempts before took the time, and had a reason
+                reason = failure
             explained = self._failure(reason, uncertain=uncertain is not None)
             if not _is_transient(failure):
                 raise explained

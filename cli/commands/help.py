@@ -18,8 +18,8 @@ class SectionedOption(click.Option):
 class SectionedCommand(click.Command):
     """A command whose help shows its own options first, then each section of `SectionedOption`.
 
-    Texts that are not UTF-8 are refused: no name is, and neither a database nor a message can encode them. Paths are
-    accepted.
+    Texts that are not UTF-8 are refused: names are UTF-8, and databases and messages cannot store anything else. Paths
+    are accepted.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

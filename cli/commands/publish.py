@@ -137,7 +137,7 @@ def _report(as_json: bool, result: PublishResult) -> None:
         else:
             note(f"published {events} from {counted(result.lines, 'line')} in {result.seconds:.1f} s")
     except OSError:
-        with suppress(OSError):  # it is stderr that cannot be written
+        with suppress(OSError):  # stderr cannot be written either
             note(f"all lines are published ({events}); only this report could not be written")
         raise
 

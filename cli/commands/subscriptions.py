@@ -163,9 +163,12 @@ def seek(*, place: ProviderPlace, name: str, start: str, as_json: bool) -> None:
     START is earliest, latest, a token, or the time of storage (UTC, or with a zone).
     """
     not_moved = run(_seek(place, name, parse_start(start)))
+    if as_json:
+        print_json({"name": name, "moved": True, "not_moved": not_moved})
+        return
     _done(as_json, name, "moved")
     if not_moved:
-        note(f"{not_moved} of its consumers keep their positions themselves and stay: start them with other positions")
+        note(f"consumers that keep their positions and were not moved: {not_moved}; start them with other positions")
 
 
 @command.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ...server.access import REFRESH_S, Permission, new_token
 from ...silo.addresses import check_store
 from ...store.datadir import MARKER, check_marker_kept, open_data_directory
 from ...store.token_record import TokenRecord
-from ...streams.errors import NotFound
+from ...streams.errors import HeadraceError, NotFound
 from .help import CommandGroup
 from .options import data_option, store_option, typed
 from .output import json_option, note, print_json, print_table
@@ -93,9 +93,8 @@ def create(*, kept: Kept, name: str, client: str | None, as_json: bool, **permis
             print_json({"token": text, **_document(record)})
         else:
             click.echo(text)
-    except OSError:  # nobody has seen the token, so its name becomes free again
-        run(_revoke(kept, name))
-        note(f"token {name!r} is revoked, because it could not be shown")
+    except OSError:
+        _revoke_unseen(kept, name)
         raise
     if not as_json:
         note(f"token {name!r} is shown only now; running silos know it within {REFRESH_S:g} s")
@@ -149,6 +148,17 @@ async def _create(
     async with _opened(kept, create=True) as store:
         await store.add_token(token.record)
     return token
+
+
+def _revoke_unseen(kept: Kept, name: str) -> None:
+    """Revoke a token that could not be shown, so that its name becomes free again."""
+    try:
+        run(_revoke(kept, name))
+        text = f"token {name!r} is revoked, because it could not be shown"
+    except (HeadraceError, OSError):
+        text = f"token {name!r} could not be shown or revoked: run `headrace tokens revoke {name}`"
+    with suppress(OSError):  # stderr cannot be written either
+        note(text)
 
 
 async def _list(kept: Kept) -> list[TokenRecord]:

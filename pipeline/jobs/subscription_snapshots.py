@@ -13,13 +13,13 @@ from ...streams.errors import NotFound
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.states import QueueProgress
 from ...streams.subscriptions import (
-    CONSUMER_SEPARATOR,
     Checkpoint,
     DeadLetter,
     GapRecord,
     StreamBehind,
     SubscriptionDefinition,
     is_parent,
+    is_position_of,
 )
 from ..place import CONNECT_S, ProviderPlace, as_options
 
@@ -114,7 +114,7 @@ async def _read(reader: _SubscriptionReader, names: Sequence[str]) -> list[Subsc
 def _of_consumers(
     parent: SubscriptionDefinition, every: Sequence[SubscriptionDefinition]
 ) -> list[SubscriptionDefinition]:
-    return [one for one in every if one.name.startswith(f"{parent.name}{CONSUMER_SEPARATOR}")]
+    return [one for one in every if is_position_of(one.name, parent.name)]
 
 
 async def _snapshot(reader: _SubscriptionReader, definition: SubscriptionDefinition) -> SubscriptionSnapshot:

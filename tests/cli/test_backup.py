@@ -15,9 +15,13 @@ import pytest
 
 from headrace import Event, Provider, StreamId
 from headrace.server.access import Permission, Principal
+from headrace.silo import backup as backup_module
+from headrace.silo.checking import copy_database
 from headrace.silo.services.visible import VisibleBounds
 from headrace.store.control_store import ControlStore
+from headrace.store.datadir import DataDirectory
 from headrace.streams.cluster import ClusterView
+from headrace.streams.errors import DataDirectoryError
 from headrace.streams.subscriptions import GapRecord
 from tests.cli.commandline import SCRIPT, Headrace, Start, ended
 from tests.cli.test_repair import lose_control
@@ -246,6 +250,32 @@ def test_a_directory_whose_control_store_is_lost_is_not_backed_up(headrace: Head
     line = headrace("backup", "--data", data, target).refused(1)
     assert "provider 'default' has events, but control.db does not know it: nothing was copied" in line
     assert not list(tmp_path.glob("target*"))
+
+
+def test_a_provider_that_is_created_meanwhile_is_not_in_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is seen empty, control.db is copied without it, and then it publishes."""
+    data, made = tmp_path / "data", tmp_path / "backup"
+
+    async def open_provider(name: str, *payloads: bytes) -> None:
+        async with Provider.open(data, name=name, queues=1) as provider:
+            for payload in payloads:
+                await provider.publish(STREAMS[0], payload)
+
+    asyncio.run(open_provider("default", b"a"))
+    assert not copy_database(data / "control.db", tmp_path / "before.db")
+    asyncio.run(open_provider("new"))
+
+    def copy_control(_: DataDirectory, copied: Path) -> None:
+        shutil.copyfile(tmp_path / "before.db", copied / "control.db")
+        asyncio.run(open_provider("new", b"b"))
+
+    monkeypatch.setattr(backup_module, "_copy_control", copy_control)
+    asyncio.run(backup_module.back_up(data, made, lambda _: None))
+    assert [each.name for each in (made / "providers").iterdir()] == ["default"]
+    with pytest.raises(DataDirectoryError, match=r"provider 'new' has events, but control.db does not know it"):
+        asyncio.run(backup_module.back_up(data, tmp_path / "second", lambda _: None))
 
 
 def test_a_backup_in_its_own_data_directory_is_refused(headrace: Headrace, data: Path):

@@ -14,7 +14,7 @@ import pytest
 from headrace import Busy, InvalidArgument, NotSupported, PayloadTooLarge, Start, StorageFull
 from headrace.cli.commands.help import SectionedCommand
 from headrace.cli.commands.options import parse_start
-from headrace.cli.main import COMMANDS, cli, main
+from headrace.cli.main import COMMANDS, ERROR_HANDLER, cli, main
 from headrace.cli.outcome import exit_code, message
 from headrace.streams.outcomes import CommandFailed, CommandInterrupted
 from headrace.streams.subscriptions import StartKind
@@ -363,6 +363,10 @@ def test_tables_are_shown_in_the_encoding_of_stdout(encoding: str, headrace: Hea
     text = shown.read_text(encoding)
     assert {"ascii": r"\xe9\u20ac", "latin-1": r"é\u20ac", "utf-8": "é€"}[encoding] in text
     assert ("–" if encoding == "utf-8" else " -") in text
+
+
+def test_each_character_that_an_encoding_lacks_is_shown_plainly():
+    assert "é…–€ …é".encode("ascii", ERROR_HANDLER) == rb"\xe9...-\u20ac ...\xe9"
 
 
 def test_the_package_runs_as_a_module() -> None:

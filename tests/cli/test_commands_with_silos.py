@@ -9,10 +9,11 @@ import random
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace import Event, OnFailure, RetryPolicy, Start, StreamId
+from headrace import Event, Mode, OnFailure, RetryPolicy, Start, StreamId, SyncClient
 from headrace.cli.main import main
 from headrace.silo.provider import Provider
 from tests.certificates import Authority
@@ -345,10 +346,28 @@ def test_subscriptions_are_changed_on_a_silo(headrace: Headrace, silo: SiloProce
     headrace("publish", *STREAM, *at, stdin=b"x\n")
     (one,) = headrace("subscriptions", "list", *at, "--json").json
     assert (one["name"], one["lag"]) == ("s", 1)
-    assert headrace("subscriptions", "seek", "s", "latest", *at, "--json").json == {"name": "s", "moved": True}
+    assert headrace("subscriptions", "seek", "s", "latest", *at, "--json").json == {
+        "name": "s", "moved": True, "not_moved": 0,
+    }  # fmt: skip
     assert headrace("subscriptions", "show", "s", *at, "--json").json["lag"] == 0
     assert headrace("subscriptions", "delete", "s", *at).err == "headrace: subscription 's' is deleted\n"
     assert headrace("subscriptions", "list", *at, "--json").json == []
+
+
+@pytest.mark.long
+def test_a_seek_says_how_many_consumers_it_did_not_move(headrace: Headrace, silo: SiloProcess):
+    command = ("subscriptions", "seek", "s", "latest", "--server", silo.address)
+    options: dict[str, Any] = {"mode": Mode.BROADCAST, "start": "earliest", "keeps_positions": True}
+    with SyncClient(silo.address) as client:
+        client.publish(StreamId("n", "1"), b"x")
+        with client.subscribe("s", "n/*", **options) as consumer:
+            consumer.take(timeout_s=30)
+            assert headrace(*command).err.splitlines() == [
+                "headrace: subscription 's' is moved",
+                "headrace: consumers that keep their positions and were not moved: 1; start them with other positions",
+            ]
+            assert headrace(*command, "--json").json == {"name": "s", "moved": True, "not_moved": 1}
+            assert consumer.seek("latest") == 1
 
 
 @pytest.mark.long

@@ -5,11 +5,12 @@ import os
 import re
 import sqlite3
 import subprocess
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.store.datadir import open_data_directory
 from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, Start, ended
 from tests.cli.forking import forking
@@ -78,6 +79,19 @@ def test_a_token_that_cannot_be_shown_is_revoked(json: tuple[str, ...], tokens: 
         ],
     )
     assert [name for name, *_ in stored(tmp_path)] == ["other"]
+
+
+def test_a_token_that_can_neither_be_shown_nor_revoked_is_named(
+    tokens: Headrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokens("create", "other", "--manage", "*")
+    with closing(sqlite3.connect(tmp_path / "d" / "control.db")) as database, database:
+        database.execute("CREATE TRIGGER t BEFORE DELETE ON tokens BEGIN SELECT RAISE(ABORT, 'refused'); END")
+    with Path("/dev/full").open("w") as full, redirect_stdout(full):
+        assert main(["tokens", "create", "orders", "--data", str(tmp_path / "d"), "--publish", "orders"]) == 1
+    named, why = capsys.readouterr().err.splitlines()
+    assert named == "headrace: token 'orders' could not be shown or revoked: run `headrace tokens revoke orders`"
+    assert "No space left on device" in why
 
 
 def test_json_tells_all_of_a_token(tokens: Headrace):

@@ -452,7 +452,7 @@ async def test_a_consumer_may_keep_its_position_itself(client: Client):
         assert sorted((batch.stream, batch.token) for batch in await take(consumer, 8)) == rest
     async with client.subscribe("s", ORDERS, None, **options) as consumer:
         assert len(await take(consumer, 15)) == 15
-        assert await client.seek("s", "earliest") == 1
+        assert await client.seek("s", "earliest") == await consumer.seek("earliest") == 1
 
 
 # ---- the subscription ------------------------------------------------------------------------------------------------

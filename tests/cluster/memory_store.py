@@ -22,7 +22,14 @@ from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, SiloSuperseded
 from headrace.streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
-from headrace.streams.subscriptions import CONSUMER_SEPARATOR, Checkpoint, is_consumers_position, parent_of
+from headrace.streams.subscriptions import (
+    Checkpoint,
+    is_consumers_position,
+    is_position_of,
+    parent_name,
+    parent_of,
+    redefined,
+)
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
@@ -91,7 +98,7 @@ class MemoryStore:
         if is_consumers_position(definition):
             parent = parent_of(definition)
             if self._get(provider, parent.name).definition != parent:
-                raise Fenced(f"subscription {parent.name!r} was deleted, and has another definition now")
+                raise redefined(parent.name)
         found = self.by_name.get((provider, definition.name))
         if found is None:
             made = self.by_name[provider, definition.name] = Subscription(definition)
@@ -100,7 +107,7 @@ class MemoryStore:
             return True
         if found.definition != definition:
             raise DefinitionConflict(
-                f"subscription {definition.name!r} exists with another definition: "
+                f"subscription {parent_name(definition.name)!r} exists with another definition: "
                 f"{differences(found.definition, definition)}; give the stored values, use another name, or give its "
                 "progress up with 'headrace subscriptions delete' and create it again"
             )
@@ -109,7 +116,7 @@ class MemoryStore:
     async def delete_subscription(self, provider: str, name: str) -> None:
         self._get(provider, name)
         for of, each in list(self.by_name):
-            if of == provider and (each == name or each.startswith(f"{name}{CONSUMER_SEPARATOR}")):
+            if of == provider and (each == name or is_position_of(each, name)):
                 self._delete(provider, each)
 
     def _delete(self, provider: str, name: str) -> None:

@@ -340,6 +340,40 @@ async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_
         assert [*provider.manager.served] == (["s"] if again else [])
 
 
+async def test_one_consumer_that_does_not_end_keeps_no_other_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    monkeypatch.setattr(consumer_groups, "CHECK_DELETED_S", 0.01)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        first, second = [await served.join(definition, consumer, 10.0, {}) for consumer in "ab"]
+        gone = asyncio.get_running_loop().create_future()
+        second.member.on_gone = gone.set_result
+
+        def fail(_: object) -> None:
+            raise RuntimeError("it does not end")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(first.group, "dissolve", fail)
+            await provider.store.delete_subscription(provider.name, "s")  # as another process does
+            assert isinstance(await asyncio.wait_for(gone, 30), Fenced)
+        assert provider.service_of("s~a") is first.group
+        assert "consumer 's~a' of a deleted subscription did not end" in caplog.text
+
+
+async def test_the_errors_of_a_consumer_name_its_subscription(tmp_path: Path) -> None:
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        async with provider.exclusive("s~c"):
+            with pytest.raises(Busy, match="subscription 's' of provider 'default' is served by process"):
+                await served.join(definition, "c", 10.0)
+        group = (await served.join(definition, "c", 10.0)).group
+        with pytest.raises(Busy, match="subscription 's' is already served by this process"):
+            await provider.serve(group.definition, group)
+
+
 async def test_a_seek_says_how_many_consumers_keep_their_positions(tmp_path: Path) -> None:
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
     async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:

@@ -238,15 +238,19 @@ async def test_deleting_a_subscription_deletes_the_positions_of_its_consumers(st
     assert (await store.attach("p", "s~b")).generation > moved
 
 
-async def test_a_subscription_that_is_made_anew_has_no_positions_of_the_deleted_one(tmp_path: Path):
-    """A silo of version 0.2.0 left some behind if a consumer joined during the deletion."""
+@pytest.mark.parametrize("mode", Mode)
+async def test_a_subscription_that_is_made_anew_has_no_positions_of_the_deleted_one(tmp_path: Path, mode: Mode):
+    """A silo of version 0.2.0 left some behind if a consumer joined during the deletion. They hold the watermark."""
     old, new = (replace(definition("s"), mode=Mode.BROADCAST, selector=Selector(f"{n}/*")) for n in "no")
+    new = replace(new, mode=mode)
     store = await ControlStore.open(str(tmp_path / "control.db"))
     await store.create_subscription("p", old, {})
     await store.create_subscription("p", of_consumer(old, "c"), {0: Checkpoint(1)})
     with closing(sqlite3.connect(tmp_path / "control.db")) as database, database:
         database.execute("DELETE FROM subscriptions WHERE name = 's'")
     await store.create_subscription("p", new, {})
+    assert await store.subscriptions("p") == [new]
+    assert not await store.watermarks("p")
     assert await store.create_subscription("p", of_consumer(new, "c"), {})
     assert not await store.checkpoints("p", "s~c")
     await store.aclose()
