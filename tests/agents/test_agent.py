@@ -705,6 +705,7 @@ async def test_a_queue_that_cannot_rewind_goes_back_for_an_older_subscription() 
     assert sorted(late.seen, key=int) == numbers(210, 100)
 
 
+@pytest.mark.long
 @virtual_time
 @pytest.mark.parametrize("on_failure", list(OnFailure))
 async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_failure: OnFailure) -> None:

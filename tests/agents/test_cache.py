@@ -582,6 +582,7 @@ def test_there_is_pressure_also_when_one_receive_went_past_the_tenth_bucket() ->
     assert cache.pressure
 
 
+@pytest.mark.long
 def test_a_long_stream_is_freed_without_recursion() -> None:
     cache = QueueCache(200_000, PLENTY)
     watched = weakref.ref(cache.add([Weak(stream("a"), b"", 1, offset) for offset in range(100_000)])[-1].batch)

@@ -1,5 +1,7 @@
 """More streams behind than checkpoints list that are not held back. In virtual time."""
 
+import pytest
+
 from headrace import EventBatch
 from headrace.agents.delivery.checkpoint_pacer import MAX_ENTRIES
 from tests.agents.delivery.test_group_manager import connected, house, rest
@@ -7,6 +9,7 @@ from tests.simulation.deliveries import stream
 from tests.simulation.virtual_time import virtual_time
 
 
+@pytest.mark.long
 @virtual_time
 async def test_acknowledgements_are_confirmed_however_many_streams_stay_behind() -> None:
     """A consumer remembers the events that are not saved, and stops if they are too many."""

@@ -121,6 +121,7 @@ async def test_an_hour_of_outage_leaves_no_dead_letter_and_ends_without_a_herd(b
         assert made[0].delivery.gate.held is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_attempts", [1, 2, 8])
 @virtual_time
 async def test_poison_is_given_up_on_after_an_outage_and_nothing_else(max_attempts: int) -> None:
@@ -389,6 +390,7 @@ async def test_remote_consumers_survive_an_outage() -> None:
         assert all(count <= FIRST_STEP * 2**second + 1 for second, count in rate.items())
 
 
+@pytest.mark.long
 @virtual_time
 async def test_a_remote_consumer_of_one_stream_survives_an_outage_that_it_names() -> None:
     async with SimulatedGroup(retry=RetryPolicy()) as circle:

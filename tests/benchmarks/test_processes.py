@@ -27,6 +27,7 @@ def test_only_the_time_between_gate_and_done_is_measured():
     assert 0.1 <= found["cpu_s"] < 0.5
 
 
+@pytest.mark.long
 def test_no_process_of_a_case_begins_before_the_last_one_is_ready():
     slow = Job("slow", "cases:burn", {"before_s": 0.3, "measured_s": 0.0, "after_s": 0.0})
     quick = Job("quick", "cases:burn", {"before_s": 0.0, "measured_s": 0.0, "after_s": 0.0})

@@ -181,6 +181,7 @@ LOOKING = [["streams"], ["queues"], ["subscriptions", "list"], ["deadletters", "
            ["subscribe", "a/*", "--name", "n"], ["subscriptions", "create", "n", "a/*"]]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", LOOKING)
 def test_looking_at_a_directory_that_is_none_makes_nothing(command: list[str], tmp_path: Path, headrace: Headrace):
     assert "'typo' is no data directory" in headrace(*command, "--data", "typo").refused(1)

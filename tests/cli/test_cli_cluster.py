@@ -60,6 +60,7 @@ def _flat(out: str) -> str:
     return re.sub(r"[\d.,]+ s ago", "s ago", out)
 
 
+@pytest.mark.long
 def test_queues_show_their_owner_and_lag(pair: list[SiloOfCluster], headrace: Headrace):
     at = ["--server", pair[1].address]
     assert headrace("subscriptions", "create", *at, "all", "shop/*", "--from", "earliest").code == 0
@@ -141,6 +142,7 @@ def test_stopped_agents_are_stopped_wherever_the_queue_is(pair: list[SiloOfClust
     assert stopped() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
@@ -242,6 +244,7 @@ def test_a_process_of_this_machine_is_known_to_be_dead_at_once_on_postgresql(
             evenly(again, "a")
 
 
+@pytest.mark.long
 def test_a_probe_is_answered_while_the_store_does_not_answer(tmp_path: Path, postgres_url: str):
     with silos(tmp_path, "a", store=postgres_url) as (silo,), psycopg.connect(postgres_url) as connection:
         channel: Any = grpc.insecure_channel(silo.address)

@@ -93,6 +93,7 @@ def test_impossible_values_of_states_are_refused_in_one_line(headrace: Headrace)
         assert f"'--version': {version} is not in the range 1<=x<=2147483647" in line
 
 
+@pytest.mark.long
 def test_an_outbox_whose_provider_no_silo_has_is_named(headrace: Headrace, tmp_path: Path):
     url = f"sqlite:///{tmp_path / 'user.db'}"
     headrace("effects", "migrate", url)

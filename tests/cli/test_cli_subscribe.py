@@ -223,6 +223,7 @@ def test_killed_it_loses_nothing(headrace: Headrace, start: Start):
     assert printed == set(range(1000))
 
 
+@pytest.mark.long
 def test_one_name_is_served_by_one_process(headrace: Headrace, start: Start):
     publish(headrace, 1)
     process = start(*EARLIEST, "--name", "printer", "--format", "raw")

@@ -73,6 +73,7 @@ def test_provider_options_are_refused_for_a_silo(headrace: Headrace):
         assert f"{flag} is for --data" in ran.refused(2)
 
 
+@pytest.mark.long
 def test_option_goes_before_variables(headrace: Headrace, silo: SiloProcess):
     listed = ("subscriptions", "list", "--json")
     assert headrace(*listed, HEADRACE_SERVER=silo.address).json == []
@@ -107,6 +108,7 @@ def test_a_token_is_needed_and_taken_from_the_variable(headrace: Headrace, silos
     assert events_of(silo) == [b"0", b"1"]
 
 
+@pytest.mark.long
 def test_tls_trusts_the_given_certificate(headrace: Headrace, silos: Silos, tmp_path: Path):
     authority = Authority(tmp_path)
     own, client = authority.issue("localhost", "127.0.0.1"), authority.issue("client.example")
@@ -224,6 +226,7 @@ def test_another_cluster_gets_the_whole_file(headrace: Headrace, silos: Silos, t
     assert events_of(one) == events_of(other) == [b"1", b"2", b"3"]
 
 
+@pytest.mark.long
 def test_a_run_that_the_log_of_a_silo_has_forgotten_is_known_by_its_addresses(
     headrace: Headrace, silo: SiloProcess, tmp_path: Path, state: Path
 ):

@@ -94,6 +94,7 @@ def test_only_the_first_flights_are_taken_where_that_is_asked_for(tmp_path: Path
     assert sorted(rows_of(tmp_path, "order")) == list(range(1, 501))
 
 
+@pytest.mark.long
 def test_its_data_can_be_looked_at_with_the_other_commands(headrace: Headrace):
     headrace(*DEMO, "--events", 500)
     streams = headrace("streams", "--data", "d", "--namespace", "flights", "--json").json
@@ -102,6 +103,7 @@ def test_its_data_can_be_looked_at_with_the_other_commands(headrace: Headrace):
     assert json.loads(lines.events[0]["payload"])["tailnum"] == streams[0]["key"]
 
 
+@pytest.mark.long
 def test_a_run_after_one_that_ended_starts_over(headrace: Headrace):
     assert headrace(*DEMO, "--events", 500, "--json").json["events"] == 500
     result = headrace(*DEMO, "--events", 300, "--policy", "throttle", "--json").json
@@ -312,6 +314,7 @@ def test_other_data_is_not_touched(tmp_path: Path, headrace: Headrace):
     assert headrace("streams", "--data", "d", "--json").json[0]["events"] == 1
 
 
+@pytest.mark.long
 def test_demo_does_not_remove_files_of_others(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
@@ -474,6 +477,7 @@ def test_rates_are_over_the_last_two_seconds():
     assert rates.add(9.0, [300]) == [0.0]
 
 
+@pytest.mark.long
 def test_on_a_terminal_there_is_a_picture(start: Start):
     terminal, theirs = os.openpty()
     process = start(*DEMO, "--slow", "8000", stderr=theirs)

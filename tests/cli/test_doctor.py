@@ -114,6 +114,7 @@ def open_to_others(data: Path) -> None:
     data.chmod(0o755)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "check"), [(lose_marker, "data"), (open_to_others, "permissions")])
 def test_a_bad_directory_is_told_in_a_line(
     make: Callable[[Path], None], check: str, tmp_path: Path, headrace: Headrace

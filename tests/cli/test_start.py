@@ -51,6 +51,7 @@ def test_a_wrong_directory_is_refused_before_anything_slow_is_imported() -> None
     assert imported([["queues", *missing], ["subscribe", "a/*", *missing], ["tokens", "list", *missing]]) == {}
 
 
+@pytest.mark.long
 def test_the_work_of_a_command_imports_it() -> None:
     """Otherwise the list above would name modules that no command imports."""
     assert "sqlalchemy" in imported([["effects", "ddl"]])["effects ddl"]

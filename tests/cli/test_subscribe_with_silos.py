@@ -62,6 +62,7 @@ def test_output_is_the_same_as_from_a_data_directory(headrace: Headrace, silo: S
     assert len(on_silo[0].out.splitlines()) == 2
 
 
+@pytest.mark.long
 def test_several_filters_pass_only_events_that_all_accept(silo: SiloProcess, subscribe: Headrace):
     with SyncClient(silo.address) as client:
         client.publish(S, [Event(b'{"n":%d}' % (number % 3), headers={"h": str(number % 2)}) for number in range(12)])
@@ -71,6 +72,7 @@ def test_several_filters_pass_only_events_that_all_accept(silo: SiloProcess, sub
     assert "write it as header:NAME=VALUE" in subscribe("--filter", "x").refused(2)
 
 
+@pytest.mark.long
 def test_a_name_goes_on_where_it_was_and_a_limit_leaves_the_rest(silo: SiloProcess, subscribe: Headrace):
     with SyncClient(silo.address) as client:
         client.publish(S, [b"%d" % number for number in range(10)])
@@ -84,6 +86,7 @@ def test_a_name_goes_on_where_it_was_and_a_limit_leaves_the_rest(silo: SiloProce
     assert names(silo) == ["s"]
 
 
+@pytest.mark.long
 def test_remains_of_a_killed_process_are_forgotten(silos: Silos, start: Start, headrace: Headrace):
     silo = silos()
     process = start("subscribe", "--server", silo.address, "shop/*", "--from", "earliest", "--format", "raw")
@@ -98,6 +101,7 @@ def test_remains_of_a_killed_process_are_forgotten(silos: Silos, start: Start, h
     assert names(silo) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_ends_it_in_order(number: signal.Signals, code: int, silo: SiloProcess, start: Start):
     process = start("subscribe", "--server", silo.address, "shop/*", "--from", "earliest", "--format", "raw")
@@ -124,6 +128,7 @@ def test_restarts_of_the_silo_go_unnoticed(silo: SiloProcess, start: Start, head
     assert raw(headrace(*following, "--no-follow")) == []
 
 
+@pytest.mark.long
 def test_killed_it_loses_nothing(silo: SiloProcess, start: Start, headrace: Headrace):
     following = ("subscribe", "--server", silo.address, "shop/*", "--name", "s", "--format", "raw")
     publish(silo, *range(5))
@@ -140,6 +145,7 @@ def test_killed_it_loses_nothing(silo: SiloProcess, start: Start, headrace: Head
     assert printed == {*range(7)}
 
 
+@pytest.mark.long
 def test_commands_with_one_name_share_the_events(silo: SiloProcess, start: Start):
     following = ("subscribe", "--server", silo.address, "shop/*", "--name", "s", *STORED[:2], "--format", "raw")
     processes = [start(*following), start(*following)]

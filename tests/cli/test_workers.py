@@ -170,6 +170,7 @@ def test_impossible_arguments_are_refused_in_one_line(flags: list[object], reaso
     assert reason in headrace("silo", "--data", "data", *flags).refused(2)
 
 
+@pytest.mark.long
 def test_a_wrong_option_of_an_adapter_is_named_with_the_file(tmp_path: Path, headrace: Headrace):
     text = 'data = "data"\nworkers = 2\n[grpc]\nport = 0\n[providers.default.options]\nretain_ages = 5\n'
     (tmp_path / "silo.toml").write_text(text)

@@ -48,6 +48,7 @@ def old(path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_old_backups_are_deleted_after_a_new_one_was_made_and_checked(folder: Path, headrace: Headrace) -> None:
     old(folder / "2020-01-02-0300")
     others = old(folder / "before the move"), old(folder / "2020-01-02")
@@ -57,12 +58,14 @@ def test_old_backups_are_deleted_after_a_new_one_was_made_and_checked(folder: Pa
     assert headrace("check", "--data", made).code == 0
 
 
+@pytest.mark.long
 def test_a_backup_that_is_not_old_stays(folder: Path) -> None:
     (folder / "2020-01-02-0300").mkdir()
     assert run_unit(folder)
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.long
 def test_a_failed_backup_deletes_no_other_and_leaves_no_directory(folder: Path) -> None:
     kept = old(folder / "2020-01-02-0300")
     shutil.rmtree(folder.parent / "data" / "providers")
@@ -70,6 +73,7 @@ def test_a_failed_backup_deletes_no_other_and_leaves_no_directory(folder: Path) 
     assert list(folder.iterdir()) == [kept]
 
 
+@pytest.mark.long
 def test_the_next_backup_deletes_what_a_killed_one_left(folder: Path) -> None:
     (folder / "2020-01-02-0300.unfinished").mkdir()
     assert run_unit(folder)

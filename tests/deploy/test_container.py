@@ -48,6 +48,7 @@ def test_the_extras_exist():
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras[1].split(","))
 
 
+@pytest.mark.long
 def test_the_silo_of_the_image_is_healthy_and_stops_in_order(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -56,6 +56,7 @@ def test_manifests_are_valid(kubectl: str, variant: str):
         kubernetes_validate.validate(manifest, "1.34", strict=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_configuration_of_a_pod_is_accepted(kubectl: str, variant: str, tmp_path: Path):
     manifests = rendered(kubectl, variant)
@@ -71,6 +72,7 @@ def test_the_configuration_of_a_pod_is_accepted(kubectl: str, variant: str, tmp_
     assert config.cluster.store is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pod_has_the_time_to_stop_in_order(kubectl: str, variant: str, tmp_path: Path):
     """Calls have `drain_s` seconds, then handlers have as long; preStop comes first."""
@@ -83,6 +85,7 @@ def test_a_pod_has_the_time_to_stop_in_order(kubectl: str, variant: str, tmp_pat
     assert pod["terminationGracePeriodSeconds"] >= sleep_s + 2 * config.drain_s + 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_names_and_ports_agree(kubectl: str, variant: str):
     manifests = rendered(kubectl, variant)

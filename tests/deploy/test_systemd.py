@@ -78,6 +78,7 @@ def test_a_silo_reports_that_it_is_ready(start: Start, manager: socket.socket, w
         manager.recv(1000)
 
 
+@pytest.mark.long
 def test_a_silo_reports_that_its_event_loop_runs(start: Start, manager: socket.socket, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(ENVIRONMENT, "WATCHDOG_USEC", "200000")
     process = start("silo", "--data", "data", "--listen", "127.0.0.1:0", program=[SCRIPT])

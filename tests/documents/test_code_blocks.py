@@ -131,6 +131,7 @@ def fault_of_call(words: list[str]) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_that_are_named_exist(page: str):
     faults = {where: fault_of_call(words) for where, words in commands() if where.startswith(f"{page}:")}

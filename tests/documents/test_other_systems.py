@@ -24,6 +24,7 @@ def servers() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "server", "address"),
     [

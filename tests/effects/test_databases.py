@@ -229,6 +229,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_process_ends_while_a_statement_of_an_engine_does_not(tmp_path: Path):
     """As if the host of the database did not answer any more."""
     command = [sys.executable, "-c", SCRIPT, f"sqlite:///{tmp_path}/u.db"]

@@ -240,6 +240,7 @@ async def test_a_prepared_transaction_holds_up_no_other_one_and_is_moved_when_it
             assert [payload for _, payload in queue.stored] == [b"1", b"2", b"late"]
 
 
+@pytest.mark.long
 def test_a_publish_after_the_prepare_of_a_session_is_refused():
     with PreparingServer() as server:
         made = create_engine(server.url.replace("postgresql:", "postgresql+psycopg:"))

@@ -171,6 +171,7 @@ async def test_a_batch_whose_time_is_over_while_it_waits_for_an_earlier_one_come
     assert async_database.log() == ["0", "1"]
 
 
+@pytest.mark.long
 async def test_tasks_that_share_a_consumer_apply_the_batches_of_a_stream_in_order(
     async_database: UserDatabase, client: Client
 ):
@@ -491,6 +492,7 @@ async def test_handlers_in_a_client_apply_each_event_once(async_database: UserDa
     await one.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [False, True])
 async def test_events_of_a_handler_whose_failure_cannot_be_noted_are_delivered_again(
     async_database: UserDatabase, client: Client, *, batch: bool

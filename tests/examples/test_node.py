@@ -264,6 +264,7 @@ async def replace_subscriptions(data: Path) -> None:
         await provider.create_subscription(SubscriptionDefinition(name="anew", selector=Selector("others/*")))
 
 
+@pytest.mark.long
 def test_hopeless_consumer_ends_with_a_message(start: Start):
     consumer = start("consumer", "not a name!", "orders/*")
     assert consumer.process.wait(TIMEOUT_S) == 1
@@ -288,6 +289,7 @@ def test_without_an_answer_both_report_once_and_the_producer_gives_up(installed:
     assert re.fullmatch(r"consumer: .*127\.0\.0\.1:1.*: trying again", line)
 
 
+@pytest.mark.long
 def test_usage_is_told(installed: Path, tmp_path: Path):
     for name in ("producer", "consumer"):
         program = Program(installed, tmp_path / name, node(), f"{name}.js")

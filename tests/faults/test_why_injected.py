@@ -236,6 +236,7 @@ async def test_wrong_names_and_missing_consumers_are_named(main: Talking) -> Non
         assert "has no event of done/none" in await evidence(caller, "no_such_stream", "done/none", "done")
 
 
+@pytest.mark.long
 @injects("not_asked")
 async def test_the_data_directory_alone_does_not_show_the_consumers(main: Talking) -> None:
     async with connecting(address_of(main)) as caller:
@@ -261,6 +262,7 @@ async def test_a_process_that_stands_by_names_the_one_that_serves(main: Talking)
     assert f"is served by process {main.process.pid}" in found.causes[0].evidence
 
 
+@pytest.mark.long
 @injects("retained_away")
 async def test_events_that_retention_removed_are_named(main: Talking) -> None:
     async with connecting(address_of(main)) as caller:
@@ -365,6 +367,7 @@ async def test_a_queue_on_its_way_to_another_consumer_is_named(main: Talking) ->
 # ---- faults of the disk, of a database, and of silos ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @injects("corrupt_record")
 async def test_a_damaged_record_is_named_to_the_subscriptions_that_it_stops(tmp_path: Path) -> None:
     data, streams = tmp_path / "data", [f"done/{number}" for number in range(5)]

@@ -107,6 +107,7 @@ asyncio.run(main(False))
 """
 
 
+@pytest.mark.long
 def test_a_handler_that_ends_while_the_server_stops_can_still_publish(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", DRAIN], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ran.stdout, ran.stderr) == ("noted paid\n", "")
@@ -131,6 +132,7 @@ except HeadraceError as error:
 """
 
 
+@pytest.mark.long
 def test_a_subscription_of_a_provider_that_the_application_lacks_is_named(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", OTHER], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout == (

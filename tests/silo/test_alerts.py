@@ -29,6 +29,7 @@ def expressions() -> list[str]:
     return [re.sub(r"\$(job|provider|subscription)", ".+", one).replace("$__rate_interval", "1m") for one in found]
 
 
+@pytest.mark.long
 def test_the_rules_are_valid_and_fire_as_their_tests_say():
     promtool("check", "rules", MONITORING / "alerts.yml")
     promtool("test", "rules", MONITORING / "alerts_test.yml")

@@ -164,6 +164,7 @@ async def test_owners_that_clients_cannot_reach_are_served_through_a_gateway(tmp
             await consumer.saved()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direct", [True], indirect=True)
 async def test_events_in_hand_stay_with_their_consumer_when_it_changes_to_a_gateway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -254,6 +255,7 @@ async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path
         await silos.start(1)
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_the_smallest_credit_gets_everything(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_events=1) as consumer:
@@ -283,6 +285,7 @@ async def test_an_event_larger_than_all_credit_comes(silos: Silos):
             await taker.has(STREAMS + 1)
 
 
+@pytest.mark.long
 async def test_a_small_batch_arrives_although_another_silo_could_use_all_credit(silos: Silos):
     """Credit goes to the silo where something waits, though another could use all of it."""
     here = [stream for stream in streams() if silos[0].providers["default"].queue_of(stream) in queues(silos[0])]
@@ -311,6 +314,7 @@ async def test_members_of_all_silos_share(silos: Silos):
                     assert all(sorted(some) == some for some in each)
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
@@ -362,6 +366,7 @@ async def test_a_consumer_that_keeps_its_positions_continues_from_them_after_que
         await silos.start(2)
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
@@ -383,6 +388,7 @@ async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Sil
                     await anext(consumer)
 
 
+@pytest.mark.long
 @mostly_gateway
 async def test_a_session_at_another_silo_takes_over_the_consumer_and_ends_the_first_session(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
@@ -420,6 +426,7 @@ async def test_a_paused_stream_is_resumed_through_any_silo(silos: Silos):
         await subscription.caught_up()
 
 
+@pytest.mark.long
 async def test_dead_letters_are_redriven_by_the_owner_of_their_queue(silos: Silos):
     failing, got = True, list[StreamId]()
 
@@ -443,6 +450,7 @@ async def test_dead_letters_are_redriven_by_the_owner_of_their_queue(silos: Silo
         assert sorted(got) == sorted(streams(8))
 
 
+@pytest.mark.long
 async def test_caught_up_waits_for_all_silos(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*") as consumer:
         await publish(client, [1])
@@ -488,6 +496,7 @@ async def test_a_pull_returns_events_of_any_silo(silos: Silos):
         await eventually(everything_is_done)
 
 
+@pytest.mark.long
 async def test_pulled_events_that_are_not_acknowledged_come_again(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller:
         await caller.create("s", "n/*")
@@ -621,6 +630,7 @@ async def test_queues_whose_consumers_keep_their_events_drain_together(tmp_path:
         assert queues(silos[0]) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direct", [True], indirect=True)
 async def test_a_client_that_is_not_direct_calls_no_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with cluster(tmp_path, public_address="127.0.0.1:1") as silos:

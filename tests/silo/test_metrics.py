@@ -436,6 +436,7 @@ async def test_a_registry_has_each_name_once(tmp_path: Path) -> None:
         two.register_metrics(CollectorRegistry())
 
 
+@pytest.mark.long
 async def test_a_registry_is_read_in_another_thread_while_events_come(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     stopping = threading.Event()

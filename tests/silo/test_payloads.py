@@ -70,6 +70,7 @@ async def test_handlers_are_given_the_values_that_were_published(either: Any) ->
     assert seen == [(Order(n), STREAM, {"h": "x"} if n == 4 else {}) for n in range(1, 7)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("circuit_breaker", [True, False])
 async def test_invalid_payloads_become_dead_letters_at_once_whatever_the_retries(
     either: Any, *, circuit_breaker: bool

@@ -107,6 +107,7 @@ async def test_a_subscription_may_be_closed_again_also_after_it_was_deleted(tmp_
         await subscription.close()
 
 
+@pytest.mark.long
 async def test_an_event_at_the_position_of_an_older_dead_letter_gets_its_own(tmp_path: Path) -> None:
     """The queues of the memory adapter do not outlive the process, but the dead letters do."""
     handled: list[tuple[StreamId | None, bytes]] = []

@@ -119,6 +119,7 @@ async def test_a_process_stands_by_once_for_a_subscription(tmp_path: Path) -> No
             await other.subscribe("billing", "orders/*", Orders())
 
 
+@pytest.mark.long
 async def test_closed_while_it_stands_by_it_does_not_take_over(tmp_path: Path) -> None:
     closed, third = Orders(), Orders()
     async with Provider.open(tmp_path) as serving, Provider.open(tmp_path) as other:
@@ -220,6 +221,7 @@ async def test_a_dead_letter_is_redriven_from_another_process(tmp_path: Path) ->
         await until(lambda: attempts == [b"1", b"1"])
 
 
+@pytest.mark.long
 async def test_deleted_in_one_process_it_ends_in_all(tmp_path: Path) -> None:
     serving_orders, other_orders, third_orders = Orders(), Orders(), Orders()
     async with (

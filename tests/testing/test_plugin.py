@@ -107,6 +107,7 @@ def test_async_tests_run_in_virtual_time_whichever_plugins_there_are(
     assert "(in test_waits) waits for ever: every task waits" in shown
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_use_the_fixture_imports_no_engine(tmp_path: Path) -> None:
     tests = (
         "import sys\n\n\ndef test_modules():\n"

@@ -424,6 +424,7 @@ async def end_tasks_of_the_suite() -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("test", sorted({test for _, test in FINDS} - {"test_undeclared_capability_is_refused"}))
 async def test_without_a_fault_the_test_passes(test: str, tmp_path: Path):
     await Suite(Adapter, test).run(tmp_path)

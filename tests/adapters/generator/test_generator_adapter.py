@@ -118,6 +118,7 @@ async def test_streams_are_all_used_and_evenly(opened: Opening):
     assert max(seen.values()) < 2 * min(seen.values())
 
 
+@pytest.mark.long
 async def test_skew_follows_zipf(opened: Opening):
     seen = Counter(batch.stream.key for batch in await data(opened(streams=100, skew=1.0), batches=5000))
     total = sum(1 / number for number in range(1, 101))

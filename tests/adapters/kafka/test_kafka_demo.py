@@ -40,6 +40,7 @@ def test_the_flights_go_over_kafka_and_a_second_run_starts_over(kafka_server: Ka
     assert [queue["lag_batches"] for queue in queues] == [0] * len(queues)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -292,6 +292,7 @@ async def test_why_tells_a_key_without_events_from_one_whose_events_are_done(
         await evidence(provider, "no_such_stream", StreamId(topic, "mistyped"))
 
 
+@pytest.mark.long
 async def test_why_shows_the_dead_letter_of_an_event_before_the_marker_of_its_transaction(
     address: str, topic: str, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ async def test_memory_of_small_records_that_wait_is_bounded(address: str) -> Non
     assert len(waiting) <= (1 << 20) // WAITING_RECORD_BYTES + GROUP_RECORDS + 1
 
 
+@pytest.mark.long
 async def test_memory_of_unreadable_records_that_wait_for_their_consumer_is_bounded(address: str) -> None:
     topic, foreign, fetched = new_topic(), ForeignProgram(address), 0
     foreign.make_topic(topic)

@@ -408,6 +408,7 @@ async def test_unfinished_batches_stay_and_are_read_over_all_segments(postgres_u
         assert await received(await adapter.open_receiver(1), 1) == ["new"]
 
 
+@pytest.mark.long
 async def test_a_reader_follows_into_a_segment_that_another_process_began(postgres_url: str) -> None:
     async with opened(postgres_url, **SMALL_SEGMENTS) as one, opened(postgres_url, **SMALL_SEGMENTS) as two:
         reader = await two.open_receiver(0)

@@ -94,6 +94,7 @@ async def bounds_or_none(adapter: PostgresAdapter) -> int:
         return 0
 
 
+@pytest.mark.long
 async def test_ended_processes_of_the_server_are_replaced(postgres_url: str) -> None:
     async with opened(postgres_url, queues=2) as adapter:
         receiver = await adapter.open_receiver(0)
@@ -128,6 +129,7 @@ async def test_a_commit_whose_answer_is_lost_is_stored_once(postgres_url: str) -
     assert [text for text in found if text != "other"] == [str(number) for number in range(20)]
 
 
+@pytest.mark.long
 async def test_each_call_fails_at_its_own_deadline_and_later_ones_of_its_group_are_stored(
     own_server: PostgresServer,
 ) -> None:
@@ -233,6 +235,7 @@ def submitted(committer: PostgresCommitter, text: str, *, timeout_s: float) -> a
     return answer
 
 
+@pytest.mark.long
 async def test_lost_answer_of_an_idempotent_call_is_no_conflict(postgres_url: str) -> None:
     parts = urlsplit(postgres_url)
     cutter = CommitCutter(parts.hostname or "", parts.port or 0, b"; COMMIT")
@@ -252,6 +255,7 @@ async def test_lost_answer_of_an_idempotent_call_is_no_conflict(postgres_url: st
             assert await received(await adapter.open_receiver(0), 3) == ["1", "2", "3"]
 
 
+@pytest.mark.long
 async def test_publishes_and_readers_fail_while_the_server_stands_still_and_continue_after(
     own_server: PostgresServer,
 ) -> None:
@@ -282,6 +286,7 @@ async def test_publishes_and_readers_fail_while_the_server_stands_still_and_cont
         assert set(found) <= {"away", "after"}
 
 
+@pytest.mark.long
 async def test_readers_do_not_stay_on_a_standby(own_server: PostgresServer) -> None:
     """As behind a load balancer while the primary starts again."""
     standby = own_server.directory / "data" / "standby.signal"
@@ -378,6 +383,7 @@ async def test_a_publish_waits_for_the_standby_though_its_process_does_not_any_m
         assert await received(await adapter.open_receiver(0), 2) == ["first", "second"]
 
 
+@pytest.mark.long
 async def test_a_repeated_call_waits_for_the_standby_like_the_first(own_server: PostgresServer) -> None:
     sequence = ProducerSequence("p", 1, 0)
     async with opened(own_server.url, publish_timeout_s=0.5, limits=AWAY) as adapter:

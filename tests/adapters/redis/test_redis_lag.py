@@ -82,6 +82,7 @@ async def test_a_client_is_not_caught_up_before_all_that_is_due_is_done(tmp_path
                 await waiting
 
 
+@pytest.mark.long
 async def test_subscribe_ends_with_the_due_events(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with served(tmp_path, url) as address, Client(address) as client:
         await client.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
@@ -147,6 +148,7 @@ async def test_events_of_many_batches_are_estimated(tmp_path: Path, url: str) ->
     assert (backlog.later, backlog.later_events) == (150, 450)
 
 
+@pytest.mark.long
 async def test_a_silo_shows_lag_without_events_that_are_not_due(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with served(tmp_path, url) as address, Client(address) as client:
         await client.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
@@ -165,6 +167,7 @@ async def test_a_silo_shows_lag_without_events_that_are_not_due(tmp_path: Path, 
         assert "delayed  due in s" in shown.out
 
 
+@pytest.mark.long
 async def test_a_data_directory_shows_due_and_delayed_events(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with Provider.open(tmp_path / "d", adapter="redis", queues=2, options={"url": url}) as provider:
         subscription = await provider.subscribe("s", "orders/*", _nothing)

@@ -390,6 +390,7 @@ async def until(condition: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_done_events_leave_the_servers_that_answer_in_every_queue(two: list[RedisServer], tmp_path: Path) -> None:
     got: list[bytes] = []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from headrace.server.config import HttpConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
@@ -70,6 +71,7 @@ async def test_a_guest_on_loopback_reads_and_changes_nothing(tmp_path: Path):
         assert len((await page(client, "deadletters"))["letters"]) == DEAD
 
 
+@pytest.mark.long
 async def test_requests_of_other_sites_are_refused(tmp_path: Path):
     async with browsing(tmp_path) as (found, client):
         assert (await client.get(f"{API}/page/overview", headers={"host": "evil.example"})).status_code == 403
@@ -103,6 +105,7 @@ async def test_a_login_is_a_cookie_that_scripts_cannot_read(tmp_path: Path):
         assert (await client.get(f"{API}/session")).json()["logged_in"] is False
 
 
+@pytest.mark.long
 async def test_a_revoked_token_ends_the_login_and_the_open_page(tmp_path: Path):
     async with browsing(tmp_path, auth="tokens") as (found, client):
         await log_in(client, found.tokens["reader"])
@@ -144,6 +147,7 @@ async def test_a_tenant_sees_and_changes_what_its_token_allows(tmp_path: Path):
         assert (await client.get(f"{API}/page/deadletters")).status_code == 403
 
 
+@pytest.mark.long
 async def test_dead_letters_are_redriven_and_discarded_in_bulk(tmp_path: Path):
     async with browsing(tmp_path) as (found, client):
         await log_in(client, found.tokens["operator"])

@@ -54,6 +54,7 @@ async def consume_all(silo: Silo) -> None:
         await subscription.close()
 
 
+@pytest.mark.long
 async def test_the_lag_of_a_subscription_without_a_consumer_starts_consumers_and_ends_them(tmp_path: Path):
     async with opened(tmp_path / "data") as silo, connecting(str(silo.grpc_address)) as caller:
         await caller.create("bills", "orders/*")

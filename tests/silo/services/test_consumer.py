@@ -128,6 +128,7 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
         assert one.opened.consumer != other.opened.consumer
 
 
+@pytest.mark.long
 @pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
@@ -977,6 +978,7 @@ async def test_a_position_past_the_end_goes_back_to_it_and_the_gap_is_told(calle
         assert [event.payload for event in await session.take(1)] == [b"1"]
 
 
+@pytest.mark.long
 @pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("token", "says"),

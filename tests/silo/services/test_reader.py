@@ -385,6 +385,7 @@ async def test_counting_for_a_caller_that_may_read_few_streams_ends_at_a_limit(t
 # Silos that come and go
 
 
+@pytest.mark.long
 async def test_a_silo_that_stops_ends_the_call_and_another_goes_on(tmp_path: Path):
     config = SiloConfig(
         data=str(tmp_path), drain_s=5.0, grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=1)}

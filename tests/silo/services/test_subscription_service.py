@@ -113,6 +113,7 @@ BAD: dict[str, tuple[Message | bytes, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("request_", "text"), BAD.values(), ids=BAD)
 async def test_a_bad_definition_is_refused_with_the_field(tmp_path: Path, request_: Message | bytes, text: str):
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
@@ -335,6 +336,7 @@ async def list_letters(caller: Caller, **fields: int) -> Sequence[pb.DeadLetter]
     return answer.dead_letters
 
 
+@pytest.mark.long
 async def test_dead_letters_are_listed_redriven_and_deleted(tmp_path: Path):
     got: list[bytes] = []
 
