@@ -338,6 +338,17 @@ def test_an_interrupted_start_ends_at_once(headrace: Headrace, start: StartProce
     assert "Traceback" not in ran.err
 
 
+def test_an_interrupt_between_the_import_and_the_command_is_no_traceback():
+    program = (
+        "import signal, sys\n"
+        "from headrace.cli import main, starting\n"
+        "main.main = lambda: signal.raise_signal(signal.SIGINT)\n"
+        "sys.exit(starting.main())"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (130, "")
+
+
 def test_a_stdout_that_is_closed_or_full_is_one_line(headrace: Headrace, tmp_path: Path):
     assert headrace("publish", "--data", "data", "--adapter", "log", "--stream", "o/1", stdin=b"1\n").code == 0
     queues = ("queues", "--data", "data")
