@@ -45,7 +45,7 @@ class EffectsService(HandlerService):
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
         generation, current = options["generation"], self._current_generation
-        lost = None if current is None else LostGenerations(definition.name, generation, current)
+        lost = None if current is None else LostGenerations(definition.name, queue, generation, current)
         scope = EffectScope(self._origin, definition.name, queue, generation, self.provider, self._queues, lost)
         scoped = self._effects.scoped(self._user_handler, scope, options["counts"], batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..streams.errors import NotSupported, Unavailable
 from ..streams.events import Event
-from ..streams.transactions import EffectCounts, HandlerEffects, ScopedEffects
+from ..streams.transactions import EffectCounts, EffectScope, HandlerEffects, ScopedEffects
 from .received import ReceivedBatch
 
 
@@ -21,8 +21,8 @@ class HandlerWithEffects:
         self.counts = EffectCounts()
         self._effects = effects
         self._handler = handler
-        self._scoped: dict[int, tuple[int, ScopedEffects]] = {}
-        """Generation and effects, by queue."""
+        self._scoped: dict[int, tuple[EffectScope, ScopedEffects]] = {}
+        """Scope and effects, by queue."""
 
     async def check(self) -> None:
         """Raise the errors of `HandlerEffects.check`."""
@@ -37,9 +37,9 @@ class HandlerWithEffects:
         except NotSupported as error:
             raise Unavailable(str(error)) from None  # the event is not to blame
         known = self._scoped.get(scope.queue)
-        if known is None or known[0] != scope.generation:
+        if known is None or known[0] is not scope:
             made = self._effects.scoped(self._handler, scope, self.counts, batch=self.batch)
-            known = self._scoped[scope.queue] = scope.generation, made
+            known = self._scoped[scope.queue] = scope, made
         return BatchInHandler(known[1], redriven=batch.redriven)
 
 

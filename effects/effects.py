@@ -210,7 +210,8 @@ class EffectsInScope:
         """Apply an event that failed, unless its effects are applied. Raises RedriveRefused if it is not known
         whether they are."""
         try:
-            await self._in_turn(event, lambda: self._redrive(event))
+            if not await self._in_turn(event, lambda: self._redrive(event)):
+                raise _out_of_date(_stream_of(event))
         except RedriveRefused:
             await self.note_unknown(event)
             raise
@@ -323,7 +324,9 @@ class EffectsInScope:
                 opened = await stack.enter_async_context(self._opened(events, redriven=redriven))
             except LaterGenerationError as later:
                 is_lost = await self._is_lost(stream, later)
-                again = self._opened(events, redriven=redriven) if is_lost else self._out_of_date(events)
+                if redriven and not is_lost:
+                    raise _out_of_date(stream) from later
+                again = self._opened(events, redriven=redriven) if is_lost else self._applying_nothing(events)
                 try:
                     opened = await stack.enter_async_context(again)
                 except LaterGenerationError as error:
@@ -331,7 +334,7 @@ class EffectsInScope:
             yield opened
 
     @asynccontextmanager
-    async def _out_of_date(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
+    async def _applying_nothing(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies none of these events, and reads the state of their stream."""
         async with self._database.transaction() as transaction:
             state, options = None, self._state_options
@@ -415,6 +418,7 @@ class EffectsInScope:
     async def _redriving(self, event: Event) -> AsyncGenerator[Transaction]:
         position = self._position(event)
         async with self._database.transaction() as transaction:
+            await transaction.call(position.check_generation)
             decision = await transaction.call(lambda c: position.of_failures(c).claim_redrive(c, event))
             if decision is RedriveDecision.REFUSE:
                 raise RedriveRefused(_UNKNOWN_EVENT, hint=_UNKNOWN_EVENT_HINT)
@@ -460,6 +464,10 @@ class KnownPositions:
         row = self._rows.pop(stream, None)
         if row is not None:
             self._bytes -= len(row.state or b"")
+
+
+def _out_of_date(stream: StreamId) -> Unavailable:
+    return Unavailable(f"a seek moved the subscription: the dead letter of stream {stream} is redriven again later")
 
 
 def _collided(stream: StreamId) -> Unavailable:

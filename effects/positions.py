@@ -165,6 +165,12 @@ class StreamPosition:
             raise LaterGenerationError(known.generation)
         return [event for event in events if token_of(event) > known.token]
 
+    def check_generation(self, connection: Connection) -> None:
+        """Raise LaterGenerationError if the position has a later generation than the scope."""
+        known = self.find(connection)
+        if known is not None and known.generation > self.scope.generation:
+            raise LaterGenerationError(known.generation)
+
     def uncommitted_events(
         self, connection: Connection, known: AppliedPosition | None, events: Sequence[Event]
     ) -> list[Event]:

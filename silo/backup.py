@@ -77,7 +77,7 @@ async def _copy(
     await asyncio.to_thread(check_control_kept, source)
     async with in_threads(_unfinished(target, source.path)) as made:
         # Before the control store is copied: a provider that is created meanwhile may be missing in the copy.
-        have_events = await asyncio.to_thread(_have_events, source)
+        used = await asyncio.to_thread(_used, source)
         await asyncio.to_thread(_copy_control, source, made)
         store = await ControlStore.open(made / "control.db")
         try:
@@ -87,7 +87,7 @@ async def _copy(
         finally:
             await store.aclose()
         known = {provider.name for provider in providers}
-        unknown = {name: has for name, has in have_events.items() if name not in known}
+        unknown = {name: was_used for name, was_used in used.items() if name not in known}
         await asyncio.to_thread(_refuse_unknown, source, unknown)
         for provider in providers:
             if provider.adapter == "log":
@@ -120,24 +120,25 @@ def _copy_control(source: DataDirectory, made: Path) -> None:
         raise StorageError(f"'{source.control_db}' cannot be copied to '{made}': {faults[0]}")
 
 
-def _have_events(source: DataDirectory) -> dict[str, bool]:
-    """Return, by provider with a log, whether the log has events. A log that cannot be read has none: another process
-    may be creating it."""
-    found = dict[str, bool]()
+def _used(source: DataDirectory) -> dict[str, bool | None]:
+    """Return, by provider with a log, whether the log has or had events. None: it cannot be read, perhaps because
+    another process is creating it."""
+    found = dict[str, bool | None]()
     for directory in logs(source.path):
-        found[directory.name] = False
+        found[directory.name] = None
         with suppress(DataDirectoryError), LogInspection(directory / "log") as log:
-            found[directory.name] = log.has_events()
+            found[directory.name] = log.was_used()
     return found
 
 
-def _refuse_unknown(source: DataDirectory, unknown: Mapping[str, bool]) -> None:
-    """Raise DataDirectoryError if a log had events that the copy would not have, or cannot be read."""
-    for name, has_events in unknown.items():
-        with LogInspection(source.path / "providers" / name / "log"):
-            if has_events:
+def _refuse_unknown(source: DataDirectory, unknown: Mapping[str, bool | None]) -> None:
+    """Raise DataDirectoryError if a log has or had events, and the copy would not have its provider; also if the log
+    cannot be read."""
+    for name, was_used in unknown.items():
+        with LogInspection(source.path / "providers" / name / "log") as log:
+            if log.was_used() if was_used is None else was_used:
                 raise DataDirectoryError(
-                    f"data directory '{source.path}': provider {name!r} has events, but control.db does not know it: "
+                    f"data directory '{source.path}': provider {name!r} has a log, but control.db does not know it: "
                     f"nothing was copied: see {remedy('check', data=source.path)}"
                 )
 

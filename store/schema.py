@@ -97,7 +97,8 @@ subscriptions = Table(
     Column("generation", BigInteger, nullable=False, server_default=text("0")),
 )
 """`generation` rises with each seek, to the microseconds since 1970 at least: so it is higher than all generations that
-a restored store has lost. It begins above those of all deleted subscriptions."""
+a restored store has lost, if the clock is right. It begins above those of all deleted subscriptions, and at the time of
+the last deletion at least."""
 
 checkpoints = Table(
     "checkpoints",

@@ -171,14 +171,7 @@ def _generation(connection: Connection, provider: str, name: str) -> int:
 def _create_subscription(
     connection: Connection, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
 ) -> bool:
-    deleted = select(counters.c.value).where(counters.c.name == "generation")
-    row = {
-        "provider": provider,
-        "name": definition.name,
-        "definition": definition_text(definition),
-        "epoch": 0,
-        "generation": connection.execute(deleted).scalar() or 0,
-    }
+    row = {"provider": provider, "name": definition.name, "definition": definition_text(definition), "epoch": 0}
     statement = insert_into(connection, subscriptions).values(row).on_conflict_do_nothing()
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
         stored = stored_definition(connection, provider, definition.name)
@@ -187,6 +180,7 @@ def _create_subscription(
             _require_equal(stored, definition)
             return False
     epoch = _new_epoch(connection, provider, definition.name)  # a deleted one with this name had another
+    _set_first_generation(connection, provider, definition.name)
     _require_parent(connection, provider, definition)
     if not is_consumers_position(definition):
         # A silo of version 0.2.0 may have left positions of a deleted subscription with this name, of any mode.
@@ -206,6 +200,14 @@ def _require_parent(connection: Connection, provider: str, definition: Subscript
         raise subscription_not_found(provider, wanted.name)
     if stored != wanted:
         raise redefined(wanted.name)
+
+
+def _set_first_generation(connection: Connection, provider: str, name: str) -> None:
+    """Call this after the row is inserted: the insertion waits for a transaction that deletes one with this name."""
+    first = connection.execute(select(counters.c.value).where(counters.c.name == "generation")).scalar()
+    if first:
+        this = is_subscription(provider, name)
+        connection.execute(update(subscriptions).where(this).values(generation=first))
 
 
 def _require_equal(stored: SubscriptionDefinition, wanted: SubscriptionDefinition) -> None:

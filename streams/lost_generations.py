@@ -26,10 +26,11 @@ version. Raises NotFound, and Unavailable."""
 
 
 class LostGenerations:
-    """The lost generations of streams, while a subscription has one generation."""
+    """The lost generations of streams of one queue, while its subscription has one generation."""
 
-    def __init__(self, subscription: str, generation: int, current: CurrentGeneration) -> None:
+    def __init__(self, subscription: str, queue: int, generation: int, current: CurrentGeneration) -> None:
         self._subscription = subscription
+        self._queue = queue
         self._generation = generation
         self._current = current
         self._lost: OrderedDict[StreamId, int] = OrderedDict()
@@ -51,7 +52,11 @@ class LostGenerations:
             return False
         except HeadraceError as error:
             raise Unavailable(f"the generation of subscription {self._subscription!r} is not known: {error}") from error
-        if current is None or current != self._generation or later <= current:
+        if current is None:
+            raise Unavailable(
+                f"the generation of subscription {self._subscription!r} is not known: the silo has an older version"
+            )
+        if current != self._generation or later <= current:
             return False
         self._lost[stream] = later
         if len(self._lost) > MAX_STREAMS:
@@ -61,7 +66,7 @@ class LostGenerations:
             log.warning(
                 "subscription %r: the position of stream %s has generation %d, and the control store has %d: it has "
                 "lost a seek, for example by a restore; events after the position are applied, and earlier ones are "
-                "not; the same holds for other streams",
-                self._subscription, stream, later, current,
+                "not; the same holds for other streams of queue %d",
+                self._subscription, stream, later, current, self._queue,
             )  # fmt: skip
         return True

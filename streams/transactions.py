@@ -62,7 +62,7 @@ class ProviderOrigin(NamedTuple):
     def scope(self, queue: int, generation: int) -> EffectScope:
         """Return the scope of the effects of events of this queue."""
         current = self.current_generation
-        lost = None if current is None else LostGenerations(self.subscription, generation, current)
+        lost = None if current is None else LostGenerations(self.subscription, queue, generation, current)
         return EffectScope(self.origin, self.subscription, queue, generation, self.provider, lost=lost)
 
 
@@ -80,7 +80,8 @@ class EffectScope(NamedTuple):
     queues: StreamQueues | None = None
     """The queues into which other programs must write a stream. None: not known, or headrace alone writes."""
     lost: LostGenerations | None = None
-    """Generations that the control store has lost. None: it loses none."""
+    """Generations that the control store has lost. None: the store cannot be asked, and a position with a later
+    generation means that the scope is out of date."""
 
 
 @dataclass(slots=True)

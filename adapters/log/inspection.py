@@ -95,10 +95,9 @@ class LogInspection:
         with self.reading() as snapshot:
             return [snapshot.tail(queue).next for queue in range(self.queues)]
 
-    def has_events(self) -> bool:
-        """Return whether any queue has retained events."""
-        with self.reading() as snapshot:
-            return any(snapshot.tail(queue).events for queue in range(self.queues))
+    def was_used(self) -> bool:
+        """Return whether any queue has or had events."""
+        return any(self.ends())
 
     def check(self, queue: int, on_progress: OnProgress) -> QueueReport:
         """Read a whole queue. Raises DataDirectoryError if its pages cannot be read."""

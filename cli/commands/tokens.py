@@ -17,6 +17,7 @@ from ...silo.addresses import check_store
 from ...store.datadir import MARKER, check_marker_kept, open_data_directory
 from ...store.token_record import TokenRecord
 from ...streams.errors import HeadraceError, NotFound
+from ...streams.remedies import remedy
 from .help import CommandGroup
 from .options import data_option, store_option, typed
 from .output import json_option, note, print_json, print_table
@@ -156,7 +157,8 @@ def _revoke_unseen(kept: Kept, name: str) -> None:
         run(_revoke(kept, name))
         text = f"token {name!r} is revoked, because it could not be shown"
     except (HeadraceError, OSError):
-        text = f"token {name!r} could not be shown or revoked: run `headrace tokens revoke {name}`"
+        revoke = remedy("tokens revoke", name)
+        text = f"token {name!r} could not be shown or revoked: run {revoke} with the same --data or --store"
     with suppress(OSError):  # stderr cannot be written either
         note(text)
 

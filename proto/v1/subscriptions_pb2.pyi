@@ -364,7 +364,7 @@ class Subscription(_message.Message):
     gaps: _builtins.int
     """The number of its gap records."""
     generation: _builtins.int
-    """It rises with each seek."""
+    """It only rises, and is not a count: after a seek or a deletion it is the microseconds since 1970."""
     @_builtins.property
     def definition(self) -> Global___SubscriptionDefinition:
         """The stored definition."""

@@ -248,7 +248,7 @@ def test_a_directory_whose_control_store_is_lost_is_not_backed_up(headrace: Head
     headrace("tokens", "create", "orders", "--publish", "*", "--data", tmp_path / "new")
     lose_control(data, (tmp_path / "new" / "control.db").read_bytes())
     line = headrace("backup", "--data", data, target).refused(1)
-    assert "provider 'default' has events, but control.db does not know it: nothing was copied" in line
+    assert "provider 'default' has a log, but control.db does not know it: nothing was copied" in line
     assert not list(tmp_path.glob("target*"))
 
 
@@ -274,7 +274,7 @@ def test_a_provider_that_is_created_meanwhile_is_not_in_the_copy(
     monkeypatch.setattr(backup_module, "_copy_control", copy_control)
     asyncio.run(backup_module.back_up(data, made, lambda _: None))
     assert [each.name for each in (made / "providers").iterdir()] == ["default"]
-    with pytest.raises(DataDirectoryError, match=r"provider 'new' has events, but control.db does not know it"):
+    with pytest.raises(DataDirectoryError, match=r"provider 'new' has a log, but control.db does not know it"):
         asyncio.run(backup_module.back_up(data, tmp_path / "second", lambda _: None))
 
 

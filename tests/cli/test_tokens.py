@@ -90,7 +90,10 @@ def test_a_token_that_can_neither_be_shown_nor_revoked_is_named(
     with Path("/dev/full").open("w") as full, redirect_stdout(full):
         assert main(["tokens", "create", "orders", "--data", str(tmp_path / "d"), "--publish", "orders"]) == 1
     named, why = capsys.readouterr().err.splitlines()
-    assert named == "headrace: token 'orders' could not be shown or revoked: run `headrace tokens revoke orders`"
+    assert (
+        named == "headrace: token 'orders' could not be shown or revoked: run `headrace tokens revoke orders` "
+        "with the same --data or --store"
+    )
     assert "No space left on device" in why
 
 

@@ -24,7 +24,7 @@ def in_scope(
     database: UserDatabase, generation: int, current: CurrentGeneration, **options: Any
 ) -> tuple[EffectsInScope, EffectCounts]:
     counts = EffectCounts()
-    scope = EffectScope("here", "billing", 0, generation, lost=LostGenerations("billing", generation, current))
+    scope = EffectScope("here", "billing", 0, generation, lost=LostGenerations("billing", 0, generation, current))
     return Effects(database.engine, **options).scoped(write_down, scope, counts, batch=False), counts
 
 
@@ -61,8 +61,23 @@ async def test_failures_after_a_lost_seek_are_noted_and_redriven(database: UserD
     await after.given_up([event_at(6)])
     await after.call(event_at(6))
     assert database.log() == ["42@5"]
-    await after.redrive(event_at(6))
+    again, _ = in_scope(database, 3, of(3))  # in a process that does not know the lost generation yet
+    await again.redrive(event_at(6))
     assert database.log() == ["42@5", "42@6"]
+    assert database.rows("SELECT outcome, generation FROM headrace_unapplied") == [("applied", 7)]
+
+
+async def test_a_redrive_that_is_out_of_date_applies_nothing_and_keeps_the_dead_letter(database: UserDatabase):
+    now, _ = in_scope(database, 7, of(7))
+    await now.call(event_at(5))
+    await now.failed([event_at(6)])
+    late, _ = in_scope(database, 3, of(7))
+    with pytest.raises(Unavailable, match="a seek moved the subscription"):
+        await late.redrive(event_at(6))
+    with pytest.raises(Unavailable, match="a seek moved the subscription"):
+        async with late.transaction([event_at(6)], redriven=True):
+            pass
+    assert database.log() == ["42@5"]
 
 
 async def test_a_scope_that_is_out_of_date_applies_nothing(database: UserDatabase):
@@ -100,7 +115,8 @@ async def test_a_control_store_that_does_not_answer_is_an_outage(database: UserD
     with pytest.raises(Unavailable, match="the generation of subscription 'billing' is not known: away"):
         await in_scope(database, 3, away)[0].call(event_at(6))
     await in_scope(database, 3, deleted)[0].call(event_at(6))
-    await in_scope(database, 3, of(None))[0].call(event_at(6))  # a silo of an older version
+    with pytest.raises(Unavailable, match="is not known: the silo has an older version"):
+        await in_scope(database, 3, of(None))[0].call(event_at(6))
     assert database.log() == ["42@5"]
 
 

@@ -197,6 +197,21 @@ async def test_creating_deleting_and_attaching_at_once_is_done_one_after_another
         assert await one.watermarks("p") == {}
 
 
+async def test_a_subscription_that_waits_for_the_deletion_of_its_namesake_has_a_later_generation(postgres_url: str):
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'INSERT%subscript%'"
+    async with opened(postgres_url) as store:
+        await store.create_subscription("p", DEFINITION, {})
+        with psycopg.connect(postgres_url) as other:
+            other.execute("DELETE FROM subscriptions")
+            other.execute("INSERT INTO counters VALUES ('generation', 5)")
+            creating = asyncio.ensure_future(store.create_subscription("p", DEFINITION, {}))
+            with psycopg.connect(postgres_url, autocommit=True) as watching:
+                while watching.execute(waiting).fetchone() == (0,):
+                    await asyncio.sleep(0)
+        assert await creating
+        assert await store.generation("p", "stats") == 5
+
+
 # URLs
 
 
