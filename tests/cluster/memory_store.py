@@ -150,6 +150,9 @@ class MemoryStore:
         self._epoch += 1
         return self._epoch
 
+    async def generation(self, provider: str, name: str) -> int:
+        return self._get(provider, name).generation
+
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
         found = self._get(provider, name)
         found.epoch = self._next_epoch()

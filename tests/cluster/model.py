@@ -63,7 +63,7 @@ class Model:
         self.first: dict[str, Mapping[StreamId, int]] = {}
         """By subscription: how much of each stream was there before it."""
         self.generations = Counter[str]()
-        """Number of seeks, by subscription."""
+        """That of the last seek, by subscription."""
         self.epochs: dict[int, int] = {}
         self.stored: dict[tuple[str, int], Checkpoint] = {}
         self.again = 0
@@ -97,9 +97,9 @@ class Model:
             self._problem(f"{who} serves queue {queue} under epoch {epoch}, after epoch {self.epochs[queue]}")
         self.epochs[queue] = max(epoch, self.epochs.get(queue, 0))
 
-    def seeks(self, subscription: str, positions: Mapping[int, Checkpoint]) -> None:
+    def seeks(self, subscription: str, positions: Mapping[int, Checkpoint], generation: int) -> None:
         """The position was moved: everything from it on comes again, and nothing before it."""
-        self.generations[subscription] += 1
+        self.generations[subscription] = generation
         before = Counter[StreamId]()
         for (queue, offset), (stream, first, events) in self.events.items():
             if offset < positions[queue].next_offset:

@@ -149,6 +149,8 @@ class WatchedStore:
     def __init__(self, store: Any, model: Model) -> None:
         self._store = store
         self._model = model
+        self._sought: dict[str, int] = {}
+        """Epoch of the last seek that the model knows, by subscription."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -171,7 +173,10 @@ class WatchedStore:
 
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
         epoch: int = await self._store.seek(provider, name, positions, reason)
-        self._model.seeks(name, positions)
+        generation = await self._store.generation(provider, name)
+        if epoch > self._sought.get(name, 0):  # else a later seek is noted already
+            self._sought[name] = epoch
+            self._model.seeks(name, positions, generation)
         return epoch
 
 
