@@ -34,6 +34,7 @@ def measured(kind: str) -> Result:
     return due(kind, rate=300, seconds=1.5, delays_s=(0.05, 0.2), batch=100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=[] if name == "RedisQueue" else [pytest.mark.slow]) for name in TIMED]
 )

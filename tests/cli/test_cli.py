@@ -349,6 +349,7 @@ def test_an_interrupt_between_the_import_and_the_command_is_no_traceback():
     assert (ran.returncode, ran.stderr) == (130, "")
 
 
+@pytest.mark.long
 def test_a_stdout_that_is_closed_or_full_is_one_line(headrace: Headrace, tmp_path: Path):
     assert headrace("publish", "--data", "data", "--adapter", "log", "--stream", "o/1", stdin=b"1\n").code == 0
     queues = ("queues", "--data", "data")

@@ -44,6 +44,7 @@ def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_p
         assert ["fillfactor=70"] in [row[0] for row in options]
 
 
+@pytest.mark.long
 def test_missing_tables_wrong_urls_and_newer_tables_are_one_line(headrace: Headrace, tmp_path: Path):
     (tmp_path / "user.db").touch()
     missing = headrace("effects", "list", "sqlite:///user.db")
@@ -79,6 +80,7 @@ def test_a_state_that_no_handler_would_see_is_refused_or_noted(headrace: Headrac
     assert (unknown.code, note in unknown.err) == (0, True)
 
 
+@pytest.mark.long
 def test_impossible_values_of_states_are_refused_in_one_line(headrace: Headrace):
     at = ("--database", "sqlite:///user.db")
     headrace("effects", "migrate", "sqlite:///user.db")

@@ -18,6 +18,7 @@ def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
     assert headrace("postgres", "list", postgres_url, "--json").json == []
 
 
+@pytest.mark.long
 def test_the_printed_statements_create_the_same_tables(headrace: Headrace, postgres_url: str):
     with psycopg.connect(postgres_url) as connection:
         connection.execute(headrace("postgres", "ddl").out.encode())

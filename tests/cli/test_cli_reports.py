@@ -85,6 +85,7 @@ async def test_queues_show_their_sizes_and_the_lagging_subscriptions(provider: P
     assert (queues[1 - queue]["events"], queues[1 - queue]["subscriptions"]["behind"]["lag"]) == (0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("provider")
 def test_a_subscription_is_created_shown_moved_and_deleted(headrace: Headrace):
     create = ["subscriptions", "create", *DATA, "orders", "shop/*", "--max-attempts", "3", "--on-failure", "skip"]
@@ -111,6 +112,7 @@ def test_a_subscription_is_created_shown_moved_and_deleted(headrace: Headrace):
         assert "has no subscription 'orders'" in headrace("subscriptions", *action, *DATA, "orders", *rest).refused(1)
 
 
+@pytest.mark.long
 def test_a_served_subscription_is_moved_and_deleted(headrace: Headrace, start: StartProcess):
     headrace("publish", *DATA, "--stream", "shop/a", stdin=b"1\n")
     process = start("subscribe", *DATA, "shop/*", "--name", "orders", "--from", "earliest")
@@ -164,6 +166,7 @@ async def test_a_paused_stream_is_shown_and_resumed(provider: Provider, headrace
     assert delivered == [b"a"]
 
 
+@pytest.mark.long
 async def test_dead_letters_are_listed_shown_redriven_and_deleted(provider: Provider, headrace: Headrace):
     await give_up_on(provider, b"a", b"b", b"\xff")
     listed = headrace("deadletters", "list", *DATA, "--json").json
@@ -192,6 +195,7 @@ async def test_dead_letters_are_listed_shown_redriven_and_deleted(provider: Prov
     assert headrace("deadletters", "list", *DATA, "--json").json == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["redrive", "delete"])
 async def test_dead_letters_that_do_not_exist_are_named_and_nothing_is_done(
     action: str, provider: Provider, headrace: Headrace
@@ -254,6 +258,7 @@ async def test_a_piped_table_has_one_line_for_each_row(provider: Provider, headr
     assert re.search(r" \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", letters[0])
 
 
+@pytest.mark.long
 async def test_no_number_or_heading_is_broken_on_a_terminal(provider: Provider, tmp_path: Path, headrace: Headrace):
     await give_up_on(provider, b"a")
     headrace("subscriptions", "create", *DATA, "a-name-that-is-rather-long-for-a-table", "shop/*")
@@ -278,6 +283,7 @@ async def test_no_number_or_heading_is_broken_on_a_terminal(provider: Provider, 
     assert re.search(r" \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$", letters[5])
 
 
+@pytest.mark.long
 async def test_the_columns_of_piped_tables_do_not_depend_on_the_rows(provider: Provider, headrace: Headrace):
     commands = [("queues",), ("subscriptions", "list"), ("deadletters", "list"), ("streams",)]
 

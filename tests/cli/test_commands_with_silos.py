@@ -320,6 +320,7 @@ deadletters delete --subscription letters 1
 """
 
 
+@pytest.mark.long
 def test_a_silo_answers_as_a_data_directory(
     silo: SiloProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -64,6 +64,7 @@ def test_the_configuration_of_a_new_project_is_valid(tmp_path: Path, headrace: H
     assert "module 'handlers' cannot be imported: SystemExit: imported" in headrace("silo", "silo.toml").refused(2)
 
 
+@pytest.mark.long
 def test_dev_starts_again_when_a_file_changes_and_keeps_the_events(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init", "shop")
     handlers, settings = tmp_path / "shop" / "handlers.py", tmp_path / "shop" / "silo.toml"
@@ -99,6 +100,7 @@ def test_dev_starts_again_when_a_file_changes_and_keeps_the_events(tmp_path: Pat
     assert [log.count(f"for {item}, 1") for item in ("book", "pen", "desk")] == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_dev_survives_a_silo_that_dies(tmp_path: Path, headrace: Headrace) -> None:
     headrace("init")
     handlers = tmp_path / "handlers.py"

@@ -128,6 +128,7 @@ def test_a_bad_directory_is_told_in_a_line(
     assert ran.out.splitlines()[at + 1].startswith("      do: ")
 
 
+@pytest.mark.long
 def test_a_clock_that_was_set_back_is_a_warning(tmp_path: Path, headrace: Headrace) -> None:
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
     later = (tmp_path / "d").stat().st_mtime + 1e6

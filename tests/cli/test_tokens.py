@@ -180,6 +180,7 @@ def test_tokens_come_and_go_while_a_silo_runs(tokens: Headrace, start: Start):
 # In the database of a cluster
 
 
+@pytest.mark.long
 def test_a_token_made_in_the_store_of_a_cluster_is_known_to_its_silos(
     headrace: Headrace, tmp_path: Path, postgres_url: str
 ):

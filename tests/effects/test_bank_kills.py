@@ -2,7 +2,8 @@
 
 Each transfer publishes an event through the outbox. A second subscription applies these exactly once, too.
 
-`make test` kills 20 times in all. `make chaos` kills more often: CHAOS_KILLS says how often. CHAOS_SEED repeats a run.
+`make test` kills twelve times, and `make long` eight times. `make chaos` kills more often: CHAOS_KILLS says how often.
+CHAOS_SEED repeats a run.
 """
 
 import asyncio
@@ -124,7 +125,7 @@ class Bank:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["aiosqlite", "psycopg-async"])
+@pytest.mark.parametrize("kind", ["aiosqlite", pytest.param("psycopg-async", marks=pytest.mark.long)])
 async def test_kills_of_the_silo_neither_lose_nor_repeat_a_transfer(
     kind: str, tmp_path: Path, schema_url: Callable[[], str]
 ):

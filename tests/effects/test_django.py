@@ -129,6 +129,7 @@ async def test_a_connection_that_commits_at_commit_needs_no_atomic(database: Use
     assert queue.stored == [(STREAM, b"a")]
 
 
+@pytest.mark.long
 async def test_a_test_that_rolls_all_back_sees_the_published_events(database: UserDatabase):
     """As Django's `TestCase` does. A silo never sees these events."""
 

@@ -214,6 +214,7 @@ class PreparingServer(PostgresServer):
         return (*super().command(), "-c", "max_prepared_transactions=2")
 
 
+@pytest.mark.long
 async def test_a_prepared_transaction_holds_up_no_other_one_and_is_moved_when_it_commits():
     def prepare() -> None:
         with psycopg.connect(server.url) as driver:
@@ -259,6 +260,7 @@ def test_a_publish_after_the_prepare_of_a_session_is_refused():
         made.dispose()
 
 
+@pytest.mark.long
 async def test_ids_of_the_outbox_are_given_out_one_by_one(postgres: UserDatabase):
     """With a cache, a session would give out ids that are lower than those of earlier commits."""
     assert postgres.rows("SELECT cache_size FROM pg_sequences WHERE sequencename LIKE 'headrace_outbox_id%'")[0] == (1,)

@@ -245,6 +245,7 @@ def test_a_client_with_a_call_is_never_forgotten(clock: Clock):
     call.end()
 
 
+@pytest.mark.long
 def test_a_flood_of_addresses_takes_bounded_memory(clock: Clock):
     gate = limits(clock, requests_per_s=0.001, burst=2)
     for number in range(3 * MAX_IDLE):

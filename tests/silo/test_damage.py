@@ -200,6 +200,7 @@ def offsets_read(data: Path) -> tuple[list[int], list[tuple[int, int]]]:
         access.close()
 
 
+@pytest.mark.long
 def test_commands_show_the_damage_and_exit_with_1(tmp_path: Path, headrace: Headrace):
     data = ("--data", "a d")
     for payload in (b"0\n", b"1\n", b"2\n"):

@@ -440,6 +440,7 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
     assert tables(path) == tables(tmp_path / "new.db")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 @pytest.mark.parametrize("version", [1, 5])
 async def test_a_store_of_an_unreleased_version_is_refused_with_a_way_out(

@@ -23,7 +23,7 @@ from website.reference import ADAPTER_OPTIONS
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 
 def words(text: str) -> list[str]:
@@ -44,7 +44,6 @@ def test_each_page_is_built_and_in_the_navigation(site: Path):
         assert f'href="{name}"' in home or name == "index.html", name
 
 
-@pytest.mark.long
 def test_each_public_name_has_its_docstring_in_the_reference(site: Path):
     described = {anchor.rpartition(".")[2] for anchor in headings(site, "reference/python")}
     assert set(headrace.__all__) - described == set()
@@ -95,7 +94,6 @@ def served(folder: Path) -> Generator[str]:
             thread.join()
 
 
-@pytest.mark.long
 async def test_the_search_finds_a_page_without_a_network(site: Path, chromium: str):
     refused: list[str] = []
     with served(site) as address:

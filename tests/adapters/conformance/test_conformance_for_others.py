@@ -33,6 +33,7 @@ def test_it_passes_without_any_configuration(tmp_path: Path):
     assert "skipped" not in outcome.stdout
 
 
+@pytest.mark.long
 def test_a_forgotten_group_of_tests_fails_and_says_which(tmp_path: Path):
     outcome = run(tmp_path, "ConformsToQueueAdapter")
     assert outcome.returncode == 1
