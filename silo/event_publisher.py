@@ -63,7 +63,8 @@ class EventPublisher(QueuePositions):
         priority: int | None = None,
     ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
-        check_stream(stream)
+        if type(stream) is not StreamId:
+            check_stream(stream)
         trace = b""
         if tracing.active is not None:
             if tracing.active.records():
@@ -75,7 +76,7 @@ class EventPublisher(QueuePositions):
         try:
             if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
                 batch, shared = EventBatch.of_payload(stream, events, trace), self._shared
-                if shared is not None and (shared.has_waiting or len(self.publishing) >= MIN_PUBLISHES):
+                if shared is not None and (shared.waiting or self.publishing.under_way >= MIN_PUBLISHES):
                     receipts = (await shared.add(self.queue_of(stream), batch),)
                 else:
                     receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))

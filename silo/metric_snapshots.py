@@ -115,7 +115,7 @@ def provider_snapshot(provider: ProviderCore, history: LagHistory) -> ProviderSn
         dead_letters=history.dead_letters(provider.name),
         publish_durations=Histogram.sum_of([publishing.durations]),
         publish_errors=dict(publishing.errors),
-        open_publishes=len(publishing),
+        open_publishes=publishing.under_way,
         adapter_durations={name: Histogram.sum_of([each]) for name, each in provider.adapter.durations.items()},
         checkpoint_durations=Histogram.sum_of([checkpointer.durations]),
         checkpoint_age_s=checkpointer.age_s(),

@@ -27,16 +27,12 @@ class SharedCalls:
     def __init__(self, store: Callable[[Sequence[tuple[int, EventBatch]]], Awaitable[Sequence[Receipt]]]) -> None:
         self._store = store
         self._loop = asyncio.get_running_loop()
-        self._batches: list[tuple[int, EventBatch]] = []
+        self.waiting: list[tuple[int, EventBatch]] = []
+        """Batches that wait for the end of the turn, each with its queue."""
         self._answers: list[Future[Receipt]] = []
         self._nbytes = 0
         self._ends_turn = False
         """Whether `_end_turn` is going to be called."""
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether there are batches that wait for the end of the turn."""
-        return bool(self._batches)
 
     def add(self, queue: int, batch: EventBatch) -> Future[Receipt]:
         """Store a batch with the next call. The future gets the receipt, or the error of `store`.
@@ -44,23 +40,23 @@ class SharedCalls:
         A cancelled caller's batch is stored all the same.
         """
         size = len(batch.encoded)
-        if self._nbytes + size > MAX_BYTES or len(self._batches) == MAX_BATCHES:
+        if self._nbytes + size > MAX_BYTES or len(self.waiting) == MAX_BATCHES:
             self.flush()
         if not self._ends_turn:
             self._ends_turn = True
             self._loop.call_soon(self._end_turn)
-        self._batches.append((queue, batch))
+        self.waiting.append((queue, batch))
         self._nbytes += size
-        answer: Future[Receipt] = self._loop.create_future()
+        answer: Future[Receipt] = Future(loop=self._loop)
         self._answers.append(answer)
         return answer
 
     def flush(self) -> None:
         """Store everything that waits, so that later calls come after it."""
-        if not self._batches:
+        if not self.waiting:
             return
-        batches, answers = self._batches, self._answers
-        self._batches, self._answers, self._nbytes = [], [], 0
+        batches, answers = self.waiting, self._answers
+        self.waiting, self._answers, self._nbytes = [], [], 0
         try:
             stored = asyncio.ensure_future(self._store(batches))
         except Exception as error:  # noqa: BLE001 (each publisher gets it)

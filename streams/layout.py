@@ -34,6 +34,8 @@ _PAYLOAD_TAG = bytes((_PAYLOAD,))
 _FIRST_APPENDED = 16
 _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
+_ONE_SHORT_EVENT = struct.Struct("<HIHqBB")
+"""The same, with a length of the payload below 128."""
 """The bytes of a batch of one event between the prefix and the payload's length: sizes and timestamps, each after its
 tag and length, which are read as one number, and then the payload's tag."""
 _ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
@@ -56,6 +58,9 @@ def write_one(prefix: bytes, payload: bytes, timestamp_us: int, trace: bytes = b
     """Encode a batch of one event without id and headers. Raises InvalidArgument for an invalid timestamp."""
     size = len(payload)
     try:
+        if size < 0x80 and not trace:  # the fast path of the most common event
+            columns = _ONE_SHORT_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _PAYLOAD, size)
+            return prefix + columns + payload
         columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _TRACE if trace else _PAYLOAD)
     except struct.error:
         raise _no_timestamp() from None

@@ -89,33 +89,54 @@ class Receipt(NamedTuple):
     duplicate: bool = False
 
 
+class _Flush:
+    """Waits for the publishes that began before it."""
+
+    def __init__(self, last: int, left: int) -> None:
+        """`left` publishes with numbers up to `last` have not ended."""
+        self._last = last
+        self._left = left
+        self.done = asyncio.Event()
+
+    def note_end(self, number: int) -> None:
+        if number <= self._last:
+            self._left -= 1
+            if not self._left:
+                self.done.set()
+
+
 class PendingPublishes:
     """Publishes that have begun and not ended. A flush waits for those that began before it."""
 
     def __init__(self) -> None:
-        self._began: dict[int, float] = {}
-        """When each publish began (`monotonic`), by its number; 0 if it is not measured."""
+        self.under_way = 0
+        """Number of publishes that have begun and not ended."""
         self._last = 0
-        self._one_ended = asyncio.Event()
+        """Number of the publish that began last."""
+        self._measured: dict[int, float] = {}
+        """When a publish began (`monotonic`), by its number."""
+        self._flushes: list[_Flush] = []
         self.durations = Histogram()
         """How long publishes took until they were stored, or failed: one in `MEASURED`."""
         self.errors = Counter[str]()
         """Failed publishes, by the code of the error."""
 
-    def __len__(self) -> int:
-        return len(self._began)
-
     def begin(self) -> int:
         """Count a publish that begins. Returns the number to pass to `end`."""
         self._last = number = self._last + 1
-        self._began[number] = monotonic() if number % MEASURED == 1 else 0.0
+        self.under_way += 1
+        if number % MEASURED == 1:
+            self._measured[number] = monotonic()
         return number
 
     def end(self, number: int) -> None:
         """Note that a publish is stored, or has failed."""
-        if began := self._began.pop(number):
-            self.durations.observe(monotonic() - began)
-        self._one_ended.set()
+        self.under_way -= 1
+        if number % MEASURED == 1:
+            self.durations.observe(monotonic() - self._measured.pop(number))
+        if self._flushes:
+            for flush in self._flushes:
+                flush.note_end(number)
 
     def note_error(self, error: BaseException) -> None:
         """Count a publish that failed."""
@@ -123,10 +144,14 @@ class PendingPublishes:
 
     async def flush(self) -> None:
         """Return when all publishes that began before the call have ended."""
-        before = set(self._began)
-        while before & self._began.keys():
-            self._one_ended.clear()
-            await self._one_ended.wait()
+        if not self.under_way:
+            return
+        flush = _Flush(self._last, self.under_way)
+        self._flushes.append(flush)
+        try:
+            await flush.done.wait()
+        finally:
+            self._flushes.remove(flush)
 
 
 def check_stream(stream: object) -> None:

@@ -104,7 +104,7 @@ def skipped_reason(record: bytes | memoryview) -> str:
 
 def split(batches: Sequence[EventBatch], target_bytes: int = BLOCK_TARGET_BYTES) -> Iterator[Sequence[EventBatch]]:
     """Divide the batches that one commit stores in one queue into blocks."""
-    ends = list(accumulate(len(batch.encoded) for batch in batches))
+    ends = list(accumulate([len(batch.encoded) for batch in batches]))
     start = 0
     while start < len(ends):
         base = ends[start - 1] if start else 0
@@ -122,9 +122,11 @@ class BlockEncoder:
     def encode(self, place: BlockPlace, batches: Sequence[EventBatch], time_us: int) -> memoryview:
         """Return the record of one block. Release it before the next call. Each payload byte is copied once."""
         encoded = [batch.encoded for batch in batches]
+        prefixes = [batch.stream.prefix for batch in batches]
         counts = [batch.count for batch in batches]
         columns = array("I", map(len, encoded))
-        columns.extend(map(_prefix_bytes, batches))
+        named = [len(prefix) if each.startswith(prefix) else 0 for each, prefix in zip(encoded, prefixes, strict=True)]
+        columns.extend(named)
         columns.extend(counts)
         if not _LITTLE_ENDIAN:
             columns.byteswap()
@@ -137,11 +139,6 @@ class BlockEncoder:
         if len(record) > _KEEP_BUFFER_BYTES:
             self._buffer = BytesIO()
         return record
-
-
-def _prefix_bytes(batch: EventBatch) -> int:
-    prefix = batch.stream.prefix
-    return len(prefix) if batch.encoded.startswith(prefix) else 0
 
 
 def read_header(record: bytes | memoryview) -> BlockHeader:

@@ -107,16 +107,16 @@ class PostgresAdapter(QueueAdapter):
         """
         self._check_open()
         batches = tuple(batches)
-        nbytes = 0
-        for queue, batch in batches:
-            size = len(batch.encoded)
-            if size > MAX_BATCH_BYTES:
-                raise PayloadTooLarge(f"a batch for {batch.stream}", size, MAX_BATCH_BYTES)
-            self._check_queue(queue)
-            nbytes += size
+        sizes = [len(batch.encoded) for _, batch in batches]
+        if sizes and (largest := max(sizes)) > MAX_BATCH_BYTES:
+            _, batch = batches[sizes.index(largest)]
+            raise PayloadTooLarge(f"a batch for {batch.stream}", largest, MAX_BATCH_BYTES)
         answer: asyncio.Future[Sequence[Receipt]] = self._loop.create_future()
         deadline = time.monotonic() + self._options.publish_timeout_s
-        self._committer.submit(WaitingCall(batches, nbytes, answer, sequence, deadline))
+        call = WaitingCall(batches, sum(sizes), answer, sequence, deadline)
+        for queue in call.queues:
+            self._check_queue(queue)
+        self._committer.submit(call)
         return answer
 
     async def last_sequence(self, producer: str) -> int:

@@ -20,7 +20,7 @@ CHUNK_BYTES = 8000
 class WaitingCall:
     """A call of `enqueue` that waits for a commit, and the future that its caller awaits."""
 
-    __slots__ = ("answer", "batches", "deadline", "nbytes", "producer", "sequence")
+    __slots__ = ("answer", "batches", "deadline", "nbytes", "producer", "queues", "sequence")
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class WaitingCall:
     ) -> None:
         """`deadline` is a time of the monotonic clock. Raises InvalidArgument for a wrong sequence."""
         self.batches = batches
+        self.queues = {queue for queue, _ in batches}
         self.nbytes = nbytes
         self.answer = answer
         self.sequence = sequence
@@ -137,7 +138,7 @@ class EnqueueGroup:
             tails[queue] = LockedTail(
                 tail.segment,
                 tail.next + len(batches),
-                tail.events + sum(batch.count for batch in batches),
+                tail.events + sum(row.events for row in chunks),
                 tail.nbytes + sum(len(row.chunk) for row in chunks),
                 time_us,
             )
@@ -155,7 +156,7 @@ def _chunks(
     for block in split(batches):
         with encoder.encode(BlockPlace(queue, offset), block, time_us) as record:
             starts = range(0, len(record), CHUNK_BYTES)
-            events = sum(batch.count for batch in block)
+            events = sum([batch.count for batch in block])
             for part, start in enumerate(starts):
                 chunk = bytes(record[start : start + CHUNK_BYTES])
                 yield ChunkRow(queue, offset, part, len(starts), len(block), events if not part else 0, time_us, chunk)

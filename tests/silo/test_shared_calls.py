@@ -181,9 +181,9 @@ async def three(store: Store) -> list[asyncio.Future[Receipt]]:
     """Publish three events that share a call."""
     shared = SharedCalls(store)
     answers = [shared.add(0, EventBatch.of(STREAM, [b"%d" % number])) for number in range(3)]
-    assert shared.has_waiting
+    assert shared.waiting
     await asyncio.sleep(0)
-    assert not shared.has_waiting
+    assert not shared.waiting
     return answers
 
 
