@@ -78,23 +78,14 @@ class SubscriptionRunner:
             leases = self._state.leases_now()
             here = await self._detach(served, drain_s)
             try:
-                attachment = await self._moved(served, here, positions, reason)
+                attachment = await self._moved(name, positions, reason)
             except BaseException:
                 self._deliver(served.definition, served.service, _former(served, here, leases, self._state.leases))
                 raise
             self._deliver(served.definition, served.service, attachment)
 
-    async def _moved(
-        self,
-        served: ServedSubscription,
-        here: Mapping[int, Checkpoint],
-        positions: Mapping[int, Checkpoint],
-        reason: str,
-    ) -> SubscriptionAttachment:
-        """Store the positions, and return from where the subscription goes on. `here` is the progress made here."""
-        name = served.definition.name
-        if not served.service.stored:
-            return SubscriptionAttachment(served.epoch, {**served.saved, **here, **positions}, served.generation + 1)
+    async def _moved(self, name: str, positions: Mapping[int, Checkpoint], reason: str) -> SubscriptionAttachment:
+        """Store the positions, and return from where the subscription goes on."""
         async with self._checkpointer.lock:
             await self._store.seek(self._state.provider, name, positions, reason)
             return await self._attachment(name)

@@ -11,13 +11,13 @@ from ..proto.v1 import subscriptions_pb2 as pb
 from ..streams import wire
 from ..streams.arguments import check_ids, check_instance, check_integer, check_text
 from ..streams.errors import HeadraceError, NotFound
+from ..streams.field_limits import MAX_ID
 from ..streams.identity import StreamId
 from ..streams.states import ConsumerState, QueueProgress, SubscriptionHold, SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition, check_definition
 from .transport import Transport
 
 _MOST_LETTERS = 1000
-MAX_ID = (1 << 63) - 1
 _M = TypeVar("_M", bound=Message)
 
 

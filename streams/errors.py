@@ -37,6 +37,7 @@ _OPTION_IN_HINT = re.compile(r"\{([\w.]+)\}")
 class HeadraceError(Exception):
     """Root of all errors raised by headrace. Its text is `option: problem: hint`; option and hint may be missing.
     `problem` may be the exception that is the cause: its text is taken, or the name of its type if it has no text.
+    Further arguments, as other exceptions have them, are added to its text.
 
     A silo sends only the text, so an error from a silo has no `option` and no `hint`.
     """
@@ -52,8 +53,9 @@ class HeadraceError(Exception):
     problem: str = ""
     """The text without `option` and `hint`."""
 
-    def __init__(self, problem: str | BaseException = "", *, option: str = "", hint: str = "") -> None:
-        self.option, self.problem, self.hint = _as_text(option), _as_text(problem), _as_text(hint)
+    def __init__(self, problem: str | BaseException = "", *more: object, option: str = "", hint: str = "") -> None:
+        self.option, self.hint = _as_text(option), _as_text(hint)
+        self.problem = ", ".join(map(_as_text, (problem, *more)))
         super().__init__(_text(self.option, self.problem, self.hint))
 
     def text_for(self, options: Mapping[str, str]) -> str:

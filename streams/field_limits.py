@@ -27,6 +27,8 @@ MAX_RETRY_DELAY_S = 30 * 24 * 3600
 """Longest delay between two attempts, in seconds: 30 days."""
 MAX_MULTIPLIER = 1_000_000
 MAX_OFFSET = (1 << 63) - 1
+MAX_ID = (1 << 63) - 1
+"""Limit of the id of a dead letter, as the control store counts them."""
 MAX_STATE_VERSION = (1 << 31) - 1
 """Limit of the version of a state: its column has 32 bits."""
 

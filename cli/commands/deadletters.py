@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...streams.errors import InvalidArgument, NotFound
+from ...streams.field_limits import MAX_ID
 from ...streams.subscriptions import DeadLetter
 from ...streams.wording import counted
 from .help import CommandGroup
@@ -21,7 +22,6 @@ from .running import run
 if TYPE_CHECKING:
     from ...client.stream_provider import SubscriptionAdministration
 
-MAX_ID = (1 << 63) - 1
 REASON_WIDTH = 100
 """Most characters of a reason that the list shows."""
 

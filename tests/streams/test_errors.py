@@ -74,3 +74,9 @@ def test_an_error_takes_its_text_from_an_exception(kind: type[HeadraceError], ca
     error = kind(cause, hint="try again")
     assert (str(error), error.problem) == (f"{text}: try again", text)
     assert str(error.copy()) == str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_an_error_takes_several_arguments_as_other_exceptions_do():
+    error = Unavailable("no answer", 111, ConnectionError("refused"), hint="try again")
+    assert (str(error), error.problem) == ("no answer, 111, refused: try again", "no answer, 111, refused")
+    assert str(error.copy()) == str(pickle.loads(pickle.dumps(error))) == str(error)
