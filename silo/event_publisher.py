@@ -63,7 +63,7 @@ class EventPublisher(QueuePositions):
         priority: int | None = None,
     ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
-        if type(stream) is not StreamId:
+        if type(stream) is not StreamId:  # asked here too, because it saves a call for each event
             check_stream(stream)
         trace = b""
         if tracing.active is not None:
@@ -166,7 +166,12 @@ class EventPublisher(QueuePositions):
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
         self._flush_shared()
         number = self.publishing.begin()
-        answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
+        try:
+            answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
+        except Exception as error:  # an adapter may refuse at once
+            self.publishing.note_error(error)
+            self.publishing.end(number)
+            raise
         answer.add_done_callback(partial(self._note_answer, number, placed))
         return answer
 

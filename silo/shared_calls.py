@@ -47,7 +47,7 @@ class SharedCalls:
             self._loop.call_soon(self._end_turn)
         self.waiting.append((queue, batch))
         self._nbytes += size
-        answer: Future[Receipt] = Future(loop=self._loop)
+        answer: Future[Receipt] = Future(loop=self._loop)  # as `create_future`, without a call
         self._answers.append(answer)
         return answer
 

@@ -34,10 +34,10 @@ _PAYLOAD_TAG = bytes((_PAYLOAD,))
 _FIRST_APPENDED = 16
 _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
-_ONE_SHORT_EVENT = struct.Struct("<HIHqBB")
-"""The same, with a length of the payload below 128."""
 """The bytes of a batch of one event between the prefix and the payload's length: sizes and timestamps, each after its
 tag and length, which are read as one number, and then the payload's tag."""
+_ONE_SHORT_EVENT = struct.Struct("<HIHqBB")
+"""As `_ONE_EVENT`, followed by the length of the payload in one byte: for payloads below 128 bytes without a trace."""
 _ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
 _SWAPPED = sys.byteorder == "big"
 

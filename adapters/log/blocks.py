@@ -125,8 +125,10 @@ class BlockEncoder:
         prefixes = [batch.stream.prefix for batch in batches]
         counts = [batch.count for batch in batches]
         columns = array("I", map(len, encoded))
-        named = [len(prefix) if each.startswith(prefix) else 0 for each, prefix in zip(encoded, prefixes, strict=True)]
-        columns.extend(named)
+        prefix_sizes = [
+            len(prefix) if each.startswith(prefix) else 0 for each, prefix in zip(encoded, prefixes, strict=True)
+        ]
+        columns.extend(prefix_sizes)
         columns.extend(counts)
         if not _LITTLE_ENDIAN:
             columns.byteswap()

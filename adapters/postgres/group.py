@@ -59,6 +59,7 @@ class ChunkRow(NamedTuple):
     parts: int
     batches: int
     events: int
+    """Events of the whole block in its part 0, and 0 in the others: their sum is that of all events."""
     time_us: int
     chunk: bytes
 
@@ -156,7 +157,7 @@ def _chunks(
     for block in split(batches):
         with encoder.encode(BlockPlace(queue, offset), block, time_us) as record:
             starts = range(0, len(record), CHUNK_BYTES)
-            events = sum([batch.count for batch in block])
+            events = sum(batch.count for batch in block)
             for part, start in enumerate(starts):
                 chunk = bytes(record[start : start + CHUNK_BYTES])
                 yield ChunkRow(queue, offset, part, len(starts), len(block), events if not part else 0, time_us, chunk)

@@ -44,7 +44,7 @@ class GroupTransaction:
         self._provider = provider
         self.calls = calls
         self._limits = limits
-        self._queues = sorted(set[int]().union(*(call.queues for call in calls)))
+        self._queues = sorted({queue for call in calls for queue in call.queues})
         self._producers = sorted({call.producer for call in calls if call.sequence is not None})
         self.outcomes: Sequence[Outcome] = ()
         self.writes: GroupWrites | None = None
