@@ -176,13 +176,19 @@ class DelayingAdapter(ForwardingAdapter):
         """Store a call with a sequence, after the producer's call `before`.
 
         The number of the producer in the queues proves that the whole call is stored. So the delayed batches are stored
-        first. If the call ends there, and is repeated, the delay store recognises it by its number.
+        first. If the call ends there, and is repeated, the delay store recognises it by its number. Raises
+        SequenceConflict if a call before it is missing: that one may still be on its way to the queue, without its
+        caller.
         """
         if before is not None:
             await asyncio.wait([before])
         added: Sequence[Receipt] = []
-        if parts.delayed and LastCall(await self.inner.last_sequence(sequence.producer)).accepts(sequence):
-            added = await self._add(parts.delayed, sequence)
+        if parts.delayed:
+            last = LastCall(await self.inner.last_sequence(sequence.producer))
+            if last.accepts(sequence):
+                added = await self._add(parts.delayed, sequence)
+            else:
+                last.answer(sequence, 0)
         receipts = await self.inner.enqueue(parts.immediate, sequence=sequence)
         duplicate = any(receipt.duplicate for receipt in receipts) or not added
         return parts.receipts([Receipt(None, duplicate=True)] * len(parts.delayed) if duplicate else added, receipts)

@@ -5,7 +5,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -86,6 +86,39 @@ async def test_impossible_options_are_refused_when_the_provider_is_opened(
 
 
 # ---- delays of a provider --------------------------------------------------------------------------------------------
+
+
+async def test_a_delayed_call_after_one_that_is_still_on_its_way_is_stored_or_refused(tmp_path: Path):
+    """The caller of the first call is cancelled, and the queue may store that call later. The second call must not count
+    before: it would be confirmed and lost."""
+    payloads = [b"%d" % number for number in range(20)]
+    confirmed: list[bytes] = []
+    received: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        received.append(event.payload)
+
+    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
+        await provider.subscribe("s", "orders/*", handle, start="earliest")
+        for number, payload in enumerate(payloads):
+            first, second = (ProducerSequence(f"producer {number}", each, each - 1) for each in (1, 2))
+            cancelled = asyncio.create_task(provider.publish_many([(STREAM, b"first")], sequence=first))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            later = Event(payload, delay=timedelta(milliseconds=1))
+            with suppress(SequenceConflict):
+                await provider.publish_many([(STREAM, later)], sequence=second)
+                confirmed.append(payload)
+            if payload not in confirmed:  # as a client does when it has connected again
+                await provider.publish_many([(STREAM, b"first")], sequence=first)
+                await provider.publish_many([(STREAM, later)], sequence=second)
+                confirmed.append(payload)
+        await until(lambda: all_received(received, confirmed))
+    assert sorted(received) == sorted([*payloads, *[b"first"] * len(payloads)])
+
+
+async def all_received(received: Sequence[bytes], confirmed: Sequence[bytes]) -> bool:
+    return set(confirmed) <= set(received)
 
 
 async def test_events_come_when_they_are_due(tmp_path: Path):
