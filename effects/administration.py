@@ -130,7 +130,8 @@ def engine_of(url: str, *, create: bool = False) -> Engine:
             parsed = parsed.set(drivername=_SYNC_DRIVERS[backend])
         # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
         psycopg = parsed.drivername == "postgresql+psycopg"
-        engine = create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
+        ours = {"prepare_threshold": None, "client_encoding": "utf8"}
+        engine = create_engine(parsed, connect_args=ours if psycopg else {})
     except ModuleNotFoundError as missing:
         extra = ": pip install 'headrace[postgres]'" if missing.name == "psycopg" else ""
         package = missing.name or str(missing)

@@ -22,7 +22,7 @@ from .driver_state import refuse_autocommit
 from .failed_events import RedriveDecision, token_of
 from .outages import is_conflict, is_outage, outages, unavailable
 from .positions import AppliedPosition, EncodedState, LaterGenerationError, StreamPosition
-from .schema import check_dialect, check_rights, require
+from .schema import check_dialect, check_encodings, check_rights, require
 from .state import StreamState
 from .transaction import HandlerState, Transaction
 
@@ -156,6 +156,7 @@ class Effects:
 
 def _check_database(connection: Connection) -> None:
     refuse_autocommit(connection)
+    check_encodings(connection)
     require(connection)
     check_rights(connection)
 

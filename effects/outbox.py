@@ -52,7 +52,7 @@ _PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider 
 _PUBLISHED_BY_DRIVER = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
 _PUBLISHED_ASYNCPG = "SELECT batch FROM headrace_outbox WHERE provider = $1 ORDER BY id"
 
-_UNDEFINED_TABLE = "42P01"
+_UNDEFINED_TABLE, _UNTRANSLATABLE = "42P01", "22P05"
 """SQLSTATE."""
 
 _BUFFERED = "headrace outbox"
@@ -104,7 +104,7 @@ def rows_of(
 
 def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
     """Write rows in the connection's transaction. Raises NotFound if the database has no outbox."""
-    with _naming_missing_table():
+    with _explained():
         try:
             connection.execute(_NAMED, rows)
         except OperationalError as error:
@@ -114,14 +114,21 @@ def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
 
 
 @contextmanager
-def _naming_missing_table() -> Generator[None]:
-    """Turn PostgreSQL's error for a table that is missing into NotFound, for each driver."""
+def _explained() -> Generator[None]:
+    """Turn PostgreSQL's error for a missing table into NotFound, and that for a character that the encoding lacks into
+    InvalidArgument, for each driver."""
     try:
         yield
     except Exception as error:
         causes = error, getattr(error, "orig", None), error.__cause__  # SQLAlchemy has `orig`, Django the cause
-        if any(getattr(cause, name, None) == _UNDEFINED_TABLE for cause in causes for name in ("sqlstate", "pgcode")):
+        states = {getattr(cause, name, None) for cause in causes for name in ("sqlstate", "pgcode")}
+        if _UNDEFINED_TABLE in states:
             raise no_tables() from error
+        if _UNTRANSLATABLE in states or isinstance(error, UnicodeEncodeError):
+            raise InvalidArgument(
+                "the encoding of the database, or of the connection, lacks a character of the stream's name: take a "
+                "database with the encoding UTF8, and client_encoding = UTF8"
+            ) from error
         raise
 
 
@@ -300,7 +307,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _insert_by_psycopg_async(connection, rows)
-    with _naming_missing_table(), _psycopg_cursor(connection) as cursor:
+    with _explained(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -323,7 +330,7 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
     if not connection.in_atomic_block and connection.get_autocommit():
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
     introspection = cast("Any", connection).introspection
-    with _naming_missing_table(), connection.cursor() as cursor:
+    with _explained(), connection.cursor() as cursor:
         try:
             cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
         except Exception as error:
@@ -333,12 +340,12 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
 
 
 async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[OutboxRow]) -> None:
-    with _naming_missing_table():
+    with _explained():
         await connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
 
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    with _naming_missing_table():
+    with _explained():
         async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:
                 await cursor.execute(_PSYCOPG, rows[0])

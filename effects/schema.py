@@ -201,9 +201,11 @@ def _indexes(table: Table) -> list[Index]:
 def migrate(connection: Connection) -> bool:
     """Create the tables, or bring them to this version, in the caller's transaction. Return whether this changed them.
 
-    Raises NotSupported for another dialect, InvalidArgument for tables of a newer headrace.
+    Raises NotSupported for another dialect, InvalidArgument for tables of a newer headrace and for another encoding
+    than UTF-8.
     """
     check_dialect(connection.dialect.name)
+    check_encodings(connection)
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     version = _version(connection)
@@ -237,6 +239,21 @@ def require(connection: Connection) -> None:
         )
 
 
+def check_encodings(connection: Connection) -> None:
+    """Raise InvalidArgument if the database or the connection cannot store the name of every stream. Only PostgreSQL
+    has several encodings."""
+    if connection.dialect.name != "postgresql":
+        return
+    stored, sent = connection.execute(_ENCODINGS).one()
+    if stored not in {"UTF8", "SQL_ASCII"} or sent != "UTF8":
+        where, _ = _names(connection)
+        raise InvalidArgument(
+            f"database {where}: its encoding is {stored} and that of the connection {sent}, which lack characters that "
+            "names of streams may have: take a database with the encoding UTF8, and client_encoding = UTF8"
+        )
+
+
+_ENCODINGS = text("SELECT current_setting('server_encoding'), current_setting('client_encoding')")
 GRANT = "grant this role the rights that docs/effects.md lists"
 _NO_RIGHTS = text("""
     SELECT name, kind FROM unnest(ARRAY['headrace_position', 'headrace_unapplied']) AS name,

@@ -17,6 +17,8 @@ from psycopg import Connection
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL
 
+from ..streams.errors import InvalidArgument
+
 
 class TransactionDeadline:
     """The time, by the monotonic clock, until which the current transaction must have its answer."""
@@ -69,11 +71,26 @@ def engine(url: URL, deadline: TransactionDeadline) -> Engine:
     ) -> BoundedConnection:
         if deadline.has_passed():  # because the connection before did not answer
             raise deadline.error()
-        connection = BoundedConnection.connect(**_settings(wanted, deadline.timeout_s))
+        # Without prepared statements: a pooler executes the next statement on another connection.
+        connection = BoundedConnection.connect(**_settings(wanted, deadline.timeout_s), prepare_threshold=None)
+        try:
+            check_encoding(connection.info.parameter_status("server_encoding"))
+        except InvalidArgument:
+            connection.close()
+            raise
         connection.deadline = deadline
         return connection
 
     return made
+
+
+def check_encoding(encoding: str | None) -> None:
+    """Raise InvalidArgument if a database with this `server_encoding` cannot store every text."""
+    if encoding not in ("UTF8", "SQL_ASCII"):
+        raise InvalidArgument(
+            f"the encoding of the database is {encoding}, which lacks characters that names of streams may have: take "
+            "a database with the encoding UTF8"
+        )
 
 
 def _settings(wanted: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -89,4 +106,5 @@ def _settings(wanted: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         "keepalives_count": 3,
         "application_name": "headrace",
     }
-    return {**ours, **wanted, "options": f"{server} {wanted.get('options', '')}".strip()}
+    always = {"client_encoding": "utf8", "options": f"{server} {wanted.get('options', '')}".strip()}
+    return {**ours, **wanted, **always}

@@ -130,7 +130,7 @@ class DatabasePlace:
         }
         if "," in f"{self._given.get('host', '')}{self._given.get('hostaddr', '')}":
             ours["target_session_attrs"] = "primary"  # else libpq stays at the first host that answers
-        settings = {**ours, **self._given}
+        settings = {**ours, **self._given, "client_encoding": "utf8"}  # else the database's settings decide
         if not self.pooler:  # a pooler refuses them
             settings["options"] = f"{timeout_options(request_s)} {settings.get('options', '')}".strip()
         return settings

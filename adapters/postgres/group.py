@@ -185,4 +185,9 @@ def copy_binary(rows: Sequence[ChunkRow]) -> bytes:
 
 def literals(rows: Sequence[ChunkRow]) -> str:
     """Return the rows as SQL, for `VALUES`. They have numbers and hexadecimal digits only."""
-    return ", ".join(f"({', '.join(map(str, row[:-1]))}, '\\x{row.chunk.hex()}')" for row in rows)
+    return ", ".join(f"({', '.join(map(str, row[:-1]))}, {bytea(row.chunk)})" for row in rows)
+
+
+def bytea(value: bytes) -> str:
+    """Return bytes as SQL, without backslashes: `standard_conforming_strings = off` gives them another meaning."""
+    return f"decode('{value.hex()}', 'hex')"

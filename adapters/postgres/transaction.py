@@ -23,6 +23,7 @@ from .group import (
     GroupWrites,
     LockedTail,
     WaitingCall,
+    bytea,
     copy_binary,
     literals,
 )
@@ -119,10 +120,10 @@ class GroupTransaction:
                 f"WHERE provider = {provider} AND queue IN ({_listed(self._queues)}) ORDER BY queue FOR UPDATE"
             )
         if self._producers:
-            new = ", ".join(f"({provider}, {_hex(producer)}, 0, 0, '{{}}'::bigint[])" for producer in self._producers)
+            new = ", ".join(f"({provider}, {bytea(producer)}, 0, 0, '{{}}'::bigint[])" for producer in self._producers)
             columns = "provider, producer, number, time_us, offsets"
             statements.append(f"INSERT INTO headrace_producer ({columns}) VALUES {new} ON CONFLICT DO NOTHING")  # noqa: S608
-            named = ", ".join(map(_hex, self._producers))
+            named = ", ".join(map(bytea, self._producers))
             statements.append(
                 f"SELECT producer, number, offsets FROM headrace_producer WHERE provider = {provider} "  # noqa: S608
                 f"AND producer IN ({named}) ORDER BY producer FOR UPDATE"
@@ -155,7 +156,7 @@ class GroupTransaction:
             )
         if writes.producers:
             calls = ", ".join(
-                f"({_hex(producer)}, {number}, '{{{_listed(offsets)}}}'::bigint[])"
+                f"({bytea(producer)}, {number}, '{{{_listed(offsets)}}}'::bigint[])"
                 for producer, (number, offsets) in writes.producers.items()
             )
             yield (
@@ -233,10 +234,6 @@ def parse_ends(payload: str) -> Mapping[int, int]:
 
 def _listed(numbers: Iterable[int | None]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _hex(value: bytes) -> str:
-    return f"'\\x{value.hex()}'::bytea"
 
 
 def _results(connection: Connection[Any], statements: str) -> list[list[Any]]:

@@ -333,7 +333,7 @@ class Gate:
             log.warning(
                 "subscription %r is held: %s, the last failure was %s; single events are tried", self._name,
                 "a dependency is unavailable" if failure.unavailable else "deliveries of many streams fail",
-                failure.reason, exc_info=failure.error,
+                failure.reason, exc_info=None if failure.unavailable else failure.error,
             )  # fmt: skip
             self._schedule()
         return counts

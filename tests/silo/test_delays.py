@@ -89,8 +89,8 @@ async def test_impossible_options_are_refused_when_the_provider_is_opened(
 
 
 async def test_a_delayed_call_after_one_that_is_still_on_its_way_is_stored_or_refused(tmp_path: Path):
-    """The caller of the first call is cancelled, and the queue may store that call later. The second call must not count
-    before: it would be confirmed and lost."""
+    """The caller of the first call is cancelled, and the queue may store that call later. The second call must not
+    count before: it would be confirmed and lost."""
     payloads = [b"%d" % number for number in range(20)]
     confirmed: list[bytes] = []
     received: list[bytes] = []
