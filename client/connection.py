@@ -216,7 +216,7 @@ def _unreached(details: str, where: str) -> Unavailable:
         return Unavailable(
             f"the certificate of the silo at {where} is not trusted",
             option="tls.ca",
-            hint="give the certificate of its authority",
+            hint="give the certificate of its authority, or renew the certificate of the silo if it has expired",
         )
     if "WRONG_VERSION_NUMBER" in details:
         return Unavailable(

@@ -172,7 +172,7 @@ class SiloLink:
                 wanted = CreditAmount(response.progress.wanted_events, response.progress.wanted_bytes)
                 links.ledger.starve(self.number, needed, wanted)
         if response.HasField("closing") and self._call is not None:
-            log.info("silo %s is going to end the call (%s)", self.silo or "", response.closing.reason)
+            log.info("silo %r is going to end the call (%s)", self.silo, response.closing.reason)
             self._call.leave()
         links.note_response(self, response)
         links.user.handle_response(self, response)

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 log = logging.getLogger("headrace.client")
+TELL_S, TELL_AGAIN_S = 5.0, 60.0
+"""After how long without a session the reason is told, and how often then, in seconds."""
 
 ATTACH_S = 1.0
 """Time that all owners have to accept a new consumer before its user is told that it is open, in seconds."""
@@ -88,7 +90,8 @@ class Router:
 
     With `stays_direct` it never uses a gateway. `timeout_s` is how long it tries to reach a silo while no session is
     open; None: without a limit. `on_open` is called when a session is open and there was none, and `on_reconnecting`
-    with the reason when no session is open any more.
+    with the reason when no session is open any more. While none is open, `on_waiting` is called rarely, with the last
+    reason and the time without a session in seconds.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Router:
         timeout_s: float | None = None,
         on_open: Callable[[], None] = lambda: None,
         on_reconnecting: Callable[[HeadraceError], None] = lambda _: None,
+        on_waiting: Callable[[HeadraceError, float], None] = lambda _, __: None,
     ) -> None:
         self._user = user
         self._calls = calls
@@ -107,6 +111,7 @@ class Router:
         self._timeout_s = timeout_s
         self._on_open = on_open
         self._on_reconnecting = on_reconnecting
+        self._on_waiting = on_waiting
         self._loop = asyncio.get_running_loop()
         self._links = SiloLinks(user, self._opened, self._place)
         self._owners = OwnerSilos()
@@ -125,6 +130,7 @@ class Router:
         self._attempts = 0
         """Attempts since no session is open."""
         self._enter_at = self._unopened_since = self._loop.time()
+        self._tell_at = self._unopened_since + TELL_S
         self._gateway = GatewayUse()
 
     # ---- the user ----------------------------------------------------------------------------------------------------
@@ -344,7 +350,11 @@ class Router:
         if self._is_open:
             self._is_open = False
             self._unopened_since = now
+            self._tell_at = now + TELL_S
             self._on_reconnecting(error)
+        elif now >= self._tell_at:
+            self._tell_at = now + TELL_AGAIN_S
+            self._on_waiting(error, now - self._unopened_since)
         pause_s = self._backoff.next_s()
         self._enter_at = now + pause_s
         if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:

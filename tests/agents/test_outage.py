@@ -290,6 +290,23 @@ async def test_a_few_streams_survive_an_outage_that_the_handler_names() -> None:
         assert [(payload, attempts) for payload, _, attempts in line.sink.dead] == [(b"poison", 8)]
 
 
+@pytest.mark.parametrize(("error", "traceback"), [(Unavailable, False), (ConnectionError, True)])
+@virtual_time
+async def test_a_hold_is_logged_with_a_traceback_unless_the_handler_names_the_outage(
+    error: type[Exception], traceback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A traceback shows where the handler failed. For a dependency that is down it says nothing, and may have data."""
+    caplog.set_level(logging.WARNING, "headrace.agents")
+    database = Database(error=error)
+    database.down = True
+    async with lines(database) as (line,):
+        for key in keys(10):
+            line.publish(key, b"1")
+        await asyncio.sleep(30)
+    held = next(record for record in caplog.records if "is held" in record.message)
+    assert bool(held.exc_info) == traceback
+
+
 @virtual_time
 async def test_one_stream_whose_dependency_is_down_does_not_hold_up_the_others() -> None:
     database = Database(error=Unavailable)

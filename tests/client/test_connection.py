@@ -189,10 +189,10 @@ async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
         await client.publish(S, b"")
     for wrong, says in (
         (None, r"whether it requires TLS \(tls\) or a client's certificate \(tls\.certificate\)$"),
-        (True, r"^tls\.ca: .* is not trusted: give the certificate of its authority$"),
+        (True, r"^tls\.ca: .* is not trusted: give the certificate of its authority, or renew"),
         (
             Tls(ca=other.certificate),
-            r"^tls\.ca: .* is not trusted: give the certificate of its authority$",
+            r"^tls\.ca: .* is not trusted: give the certificate of its authority, or renew",
         ),
     ):
         with pytest.raises(Unavailable, match=says):

@@ -20,6 +20,8 @@ class Routed:
         self.silos = silos
         self.user = FakeUser()
         self.states: list[str] = []
+        self.told: list[tuple[str, int]] = []
+        """The reasons of a lasting outage, and the seconds without a session."""
         self.router = Router(
             self.user,
             silos,
@@ -27,6 +29,7 @@ class Routed:
             timeout_s=timeout_s,
             on_open=lambda: self.states.append("open"),
             on_reconnecting=lambda _: self.states.append("reconnecting"),
+            on_waiting=lambda error, seconds: self.told.append((str(error), round(seconds))),
         )
         self.task = asyncio.create_task(self.router.run())
 
@@ -368,6 +371,22 @@ async def test_busy_is_for_good_only_at_first():
         await made.until(lambda: made.states == ["open", "reconnecting"])
         silos["a"].error = None
         await made.serving("a")
+
+
+@virtual_time
+async def test_the_reason_of_a_lasting_outage_is_told_rarely():
+    silos = FakeSilos(a={0: 1})
+    silos["a"].error = Unavailable("no certificate is trusted")
+    async with routed(silos) as made:
+        await asyncio.sleep(130)
+        assert [reason for reason, _ in made.told] == ["no certificate is trusted"] * 3
+        assert [seconds for _, seconds in made.told] == pytest.approx([5, 65, 125], abs=3)
+        silos["a"].error = None
+        await made.serving("a")
+        silos["a"].error = Unavailable("restarted")
+        silos["a"].session.end(Unavailable("stopped"))
+        await asyncio.sleep(10)
+        assert made.told[3:] == [("restarted", made.told[-1][1])]
 
 
 @virtual_time
