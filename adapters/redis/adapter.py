@@ -20,11 +20,11 @@ from .keys import ShardKeys, check_name, provider_key, ranked
 from .limits import REDIS_LIMITS, RedisLimits
 from .location import location_of, with_location
 from .options import RedisOptions
+from .owned import OwnedConnection, QueuesOwner
 from .producers import KEPT_S, RedisProducers, hashed_name, push_with_retries
 from .pusher import ShardPusher
 from .receiver import RedisReceiver, body_of
-from .scripts import OWN
-from .server import RedisConnection, ServerAway
+from .server import ServerAway
 from .shard import PushedEvent, RedisShard
 from .watch import watched
 
@@ -41,13 +41,10 @@ class RedisAdapter(QueueAdapter):
     def __init__(self, context: AdapterContext, options: RedisOptions, limits: RedisLimits = REDIS_LIMITS) -> None:
         self._limits = limits
         self._provider = check_name("provider", context.provider)
-        self._provider_key = provider_key(options.prefix, self._provider)
-        self._owner = context.owner
+        owner = QueuesOwner(provider_key(options.prefix, self._provider), self._provider, context.owner, context.queues)
         chosen = options.servers()
         order = sorted(range(len(chosen)), key=lambda index: chosen[index].zone != options.zone)
-        self._servers = [
-            RedisConnection(shard.url, cluster=shard.cluster, variables=True, limits=limits) for shard in chosen
-        ]
+        self._servers = [OwnedConnection(shard.url, owner, cluster=shard.cluster, limits=limits) for shard in chosen]
         self.location = location_of(options)
         wait, timeout_s = options.when_unavailable == "wait", options.publish_timeout_s
         self._queues = [
@@ -73,31 +70,11 @@ class RedisAdapter(QueueAdapter):
 
     async def open(self) -> None:
         """Check the servers. Raises StorageError if none answers, InvalidArgument if one cannot be used."""
-        outcomes = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
+        outcomes = await asyncio.gather(*(server.open() for server in self._servers), return_exceptions=True)
         errors = [error for error in outcomes if isinstance(error, BaseException)]
         fatal = [error for error in errors if not isinstance(error, ServerAway)]
         if fatal or len(errors) == len(self._servers):
             raise (fatal or errors)[0]
-
-    async def _check(self, server: RedisConnection) -> None:
-        """Raise InvalidArgument if another provider owns the queues. It would map streams differently, and events that
-        one provider finishes would be lost for the other."""
-        await server.check()
-        queues = len(self._queues)
-        other = await server.run(OWN, [self._provider_key], self._owner, queues)
-        if not other:
-            return
-        theirs, name = int(other[1]), repr(self._provider)
-        if theirs != queues:
-            raise InvalidArgument(
-                f"provider {name} has {theirs} queues in Redis at {server.address}, not {queues}: open it with "
-                f"queues = {theirs}, or choose another name or prefix"
-            )
-        raise InvalidArgument(
-            f"Redis at {server.address} has the queues of another provider {name}, with other control data: choose "
-            "another name or prefix, or the same data directory or control store; if that provider is gone, "
-            f"delete the key {self._provider_key} there"
-        )
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
@@ -159,6 +136,8 @@ class RedisAdapter(QueueAdapter):
         if start is not None:
             raise self._not_rewindable()
         receiver = RedisReceiver(queue, self._queue(queue).watches, self._limits)
+        for server in self._servers:
+            server.doubt()
         try:
             await receiver.open()
         except BaseException:
