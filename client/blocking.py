@@ -19,8 +19,9 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import Generic, ParamSpec, Self, TypeVar, Unpack, cast
+from typing import Any, Generic, ParamSpec, Self, TypeVar, Unpack, cast
 
 from ..streams.arguments import check_call, check_methods, check_options
 from ..streams.codecs import Publishable
@@ -40,13 +41,16 @@ _T = TypeVar("_T")
 
 
 class LoopThread:
-    """A thread with an event loop. It ends when its last user releases it."""
+    """A thread with an event loop. It ends when its last user releases it. Calls that are open then raise Closed."""
 
     _shared: LoopThread | None = None
     _users = 0
     _lock = threading.Lock()
 
     def __init__(self) -> None:
+        self.ending = False
+        """Whether it begins no more calls."""
+        self._calls: set[_LoopCall[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="headrace client", daemon=True)
@@ -63,14 +67,15 @@ class LoopThread:
 
     def release(self) -> None:
         """End the use of the thread. It ends with its last user."""
+        if self.forked:
+            return
         with self._lock:
-            if self is not LoopThread._shared:
-                return  # it belongs to the process that this one was forked from
             LoopThread._users -= 1
             if LoopThread._users:
                 return
             LoopThread._shared = None
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.ending = True
+        self._call_soon(self._loop.stop)
         self._thread.join()
 
     @property
@@ -78,42 +83,68 @@ class LoopThread:
         """Whether this process was forked from the process that has the thread."""
         return self._process != os.getpid()
 
-    def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
-        """Call an async function in the thread, and return its result. If the caller is interrupted, as by Ctrl-C, the
-        function is cancelled."""
-        if self.forked:
-            raise Closed(
-                "a client does not survive fork: start processes with spawn, or fork before the first client is opened"
-            )
+    def check_caller(self) -> None:
+        """Raise InvalidArgument if the caller runs in this thread."""
         if threading.current_thread() is self._thread:
             raise InvalidArgument(
                 "a SyncClient cannot be called in its own thread, as the call would wait for itself: call it elsewhere"
             )
-        call = _LoopCall(functools.partial(function, *args, **options))
+
+    def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        """Call an async function in the thread, and return its result. If the caller is interrupted, as by Ctrl-C, the
+        function is cancelled. Raises Closed if the thread ends first."""
+        if self.forked:
+            raise Closed(
+                "a client does not survive fork: start processes with spawn, or fork before the first client is opened"
+            )
+        self.check_caller()
+        call = _LoopCall(self, functools.partial(function, *args, **options))
         try:
-            self._loop.call_soon_threadsafe(call.begin)
+            self._begin(call)
             return call.outcome.result()
         except BaseException:
-            self._loop.call_soon_threadsafe(call.cancel)
+            self._call_soon(call.cancel)
             raise
+        finally:
+            self._calls.discard(call)
+
+    def _begin(self, call: _LoopCall[Any]) -> None:
+        """It takes no lock: a signal handler may end the thread at any point of it, and wait for the end. It adds the
+        call before it reads `ending`, and `_run` sets `ending` before it closes the calls that are left."""
+        self._calls.add(call)
+        if self.ending:
+            raise Closed("the client is closed")
+        self._call_soon(call.begin)
+
+    def _call_soon(self, callback: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            for task in (left := asyncio.all_tasks(self._loop)):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            while left := asyncio.all_tasks(self._loop):  # tasks that end may create others
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
+            self.ending = True
             self._loop.close()
+            for call in list(self._calls):
+                call.close()
 
 
 class _LoopCall(Generic[_T]):
     """A call in the loop of another thread. It replaces `asyncio.run_coroutine_threadsafe`, which Ctrl-C cannot
-    interrupt early enough."""
+    interrupt early enough.
 
-    def __init__(self, function: Callable[[], Awaitable[_T]]) -> None:
+    The end of the thread cancels its task, or comes before the task begins. Then `close` sets the outcome.
+    """
+
+    def __init__(self, thread: LoopThread, function: Callable[[], Awaitable[_T]]) -> None:
         self.outcome: Future[_T] = Future()
+        self._thread = thread
         self._function = function
         self._task: asyncio.Task[None] | None = None
 
@@ -124,11 +155,17 @@ class _LoopCall(Generic[_T]):
         if self._task is not None:
             self._task.cancel()
 
+    def close(self) -> None:
+        """Raise Closed to the caller if there is no outcome."""
+        if not self.outcome.done():
+            self.outcome.set_exception(Closed("the client was closed during the call, which may have taken effect"))
+
     async def _run(self) -> None:
         try:
             self.outcome.set_result(await self._function())
         except asyncio.CancelledError:
-            self.outcome.cancel()
+            if not self._thread.ending:
+                self.outcome.cancel()
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             self.outcome.set_exception(error)
 
@@ -170,9 +207,11 @@ class SyncClient:
         check_options("SyncClient", options, ClientOptions.__annotations__)
         self._client = Client(address, **options)
         self._thread: LoopThread | None = None
+        self._thread_lock = threading.RLock()  # reentrant: a signal handler may close the client
 
     def __enter__(self) -> Self:
-        self._thread = LoopThread.acquire()
+        with self._thread_lock:
+            self._thread = LoopThread.acquire()
         try:
             self._call(self._client.__aenter__)
         except BaseException:
@@ -184,12 +223,16 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Wait for the events that other threads are publishing, as long as these would wait, and close. Idempotent."""
-        if self._thread is not None:
-            try:
-                self._call(self._client.aclose)
-            finally:
-                self._release()
+        """Wait for the events that other threads are publishing, as long as these would wait, and close. Idempotent.
+
+        Other calls that are open end, or raise Closed; iterating over a consumer ends."""
+        if (thread := self._thread) is None:
+            return
+        try:
+            with suppress(Closed):  # another thread closes it too, or this process was forked
+                thread.call(self._client.aclose)
+        finally:
+            self._release()
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -296,12 +339,13 @@ class SyncClient:
         return self._call(self._client.gaps, subscription)
 
     def _call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
-        if self._thread is None:
+        if (thread := self._thread) is None:
             raise Closed("the client is not open: use it in a `with` block")
-        return self._thread.call(function, *args, **options)
+        return thread.call(function, *args, **options)
 
     def _release(self) -> None:
-        thread, self._thread = self._thread, None
+        with self._thread_lock:
+            thread, self._thread = self._thread, None
         if thread is not None:
             thread.release()
 

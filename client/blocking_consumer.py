@@ -207,7 +207,8 @@ class SyncConsumer:
     def close(self) -> None:
         """Save all acknowledgements and end. Idempotent."""
         if self._consumer is not None:
-            self._call(self._consumer.aclose)
+            with suppress(Closed):  # the client is closed, and has closed the consumer
+                self._call(self._consumer.aclose)
 
     def __iter__(self) -> Self:
         return self
@@ -234,6 +235,10 @@ class SyncConsumer:
             batch = self._call(self._handovers.take, handover, self._opened, timeout_s)
             handover.returned = True
             return batch  # no call may come before it: see BatchHandover
+        except Closed as closed:
+            handover.interrupted = True
+            _check_ended(self._consumer, closed)
+            raise StopAsyncIteration from None
         except BaseException:
             handover.interrupted = True
             raise
@@ -244,7 +249,10 @@ class SyncConsumer:
 
     def ended(self) -> None:
         """Return when the consumer is closed. Raises the error if it ended with one."""
-        self._call(self._opened.ended)
+        try:
+            self._call(self._opened.ended)
+        except Closed as closed:
+            _check_ended(self._consumer, closed)
 
     def saved(self) -> None:
         """Return when all earlier acknowledgements are saved."""
@@ -314,3 +322,11 @@ class SyncConsumer:
         if self._consumer is None:
             raise Closed("the consumer is not open: use it in a `with` block")
         return self._consumer
+
+
+def _check_ended(consumer: Consumer | None, closed: Closed) -> None:
+    """Check how a consumer ended whose client raises `closed`. Raise its error, or `closed` if it has not ended."""
+    if consumer is None or consumer.state is not SessionState.CLOSED:
+        raise closed
+    if consumer.error is not None:
+        raise consumer.error

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from inspect import signature
 from typing import ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from headrace import (
     Client,
     Closed,
     Consumer,
+    HeadraceError,
     InvalidArgument,
     NotFound,
     PayloadTooLarge,
@@ -240,10 +241,11 @@ def test_threads_publish_at_the_same_time(silo: SiloProcess):
     assert asyncio.run(stored(silo.data)) == {StreamId("n", str(number)): expected for number in range(20)}
 
 
-def test_clients_share_a_thread_which_ends_with_the_last(silo: SiloProcess):
-    def threads() -> int:
-        return sum(thread.name == "headrace client" for thread in threading.enumerate())
+def threads() -> int:
+    return sum(thread.name == "headrace client" for thread in threading.enumerate())
 
+
+def test_clients_share_a_thread_which_ends_with_the_last(silo: SiloProcess):
     with SyncClient(silo.address) as one:
         with SyncClient(silo.address) as other:
             other.publish(S, b"0")
@@ -254,6 +256,108 @@ def test_clients_share_a_thread_which_ends_with_the_last(silo: SiloProcess):
     with pytest.raises(Closed):
         one.publish(S, b"2")
     one.close()
+
+
+def in_thread(function: Callable[[], _T]) -> Future[_T]:
+    """Call it in a thread that does not keep the process, so that a call which hangs fails one test only."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+async def nothing() -> None: ...
+
+
+def test_calls_that_run_or_begin_while_the_thread_ends_raise_closed():
+    thread = LoopThread.acquire()
+    running, cancelled, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    async def run() -> None:
+        running.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+            await asyncio.to_thread(go_on.wait)
+
+    calls = [in_thread(lambda: thread.call(run))]
+    assert running.wait(10)
+    end = in_thread(thread.release)
+    assert cancelled.wait(10)
+    calls.append(in_thread(lambda: thread.call(nothing)))
+    with pytest.raises(Closed):
+        calls[1].result(10)
+    assert not calls[0].done()
+    go_on.set()
+    end.result(10)
+    calls.append(in_thread(lambda: thread.call(nothing)))
+    for call in calls:
+        with pytest.raises(Closed):
+            call.result(10)
+
+
+def test_a_call_whose_task_the_end_of_the_thread_leaves_without_a_step_raises_closed():
+    thread = LoopThread.acquire()
+    begun, queued, go_on = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    async def block() -> None:
+        loop = asyncio.get_running_loop()
+        call_soon = loop.call_soon_threadsafe
+
+        def note(callback: Callable[[], object]) -> object:
+            handle = call_soon(callback)
+            queued.release()
+            return handle
+
+        loop.call_soon_threadsafe = note  # type: ignore[assignment]
+        begun.set()
+        go_on.wait(10)
+
+    calls = [in_thread(lambda: thread.call(block))]
+    assert begun.wait(10)
+    calls.append(in_thread(lambda: thread.call(nothing)))
+    assert queued.acquire(timeout=10)
+    end = in_thread(thread.release)
+    assert queued.acquire(timeout=10)
+    go_on.set()
+    end.result(10)
+    calls[0].result(10)
+    with pytest.raises(Closed):
+        calls[1].result(10)
+
+
+def test_a_consumer_ends_in_order_when_its_client_is_closed(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        consumer = client.subscribe("s", "n/*").__enter__()
+        calls = [in_thread(lambda: list(consumer)), in_thread(consumer.ended)]
+        assert consumer.take(0) is None
+    assert [call.result(10) for call in calls] == [[], None]
+    assert list(consumer) == []
+    assert consumer.take(1) is None
+    consumer.ended()
+    consumer.close()
+    with pytest.raises(Closed):
+        consumer.delete()
+
+
+def test_a_consumer_that_ended_with_an_error_raises_it_after_its_client_is_closed(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        consumer = client.subscribe("s", "n/*").__enter__()
+        client.delete_subscription("s")
+        with pytest.raises(HeadraceError) as ended:
+            consumer.ended()
+    for call in (lambda: next(consumer), lambda: consumer.take(1), consumer.ended):
+        with pytest.raises(HeadraceError) as raised:
+            call()
+        assert raised.value is ended.value
+    consumer.close()
 
 
 def test_before_and_after_it_is_open_it_says_so(silo: SiloProcess):
@@ -323,6 +427,7 @@ with SyncClient(sys.argv[1]) as client:
     for _ in range(20):
         if not (child := os.fork()):
             publish(client)
+            client.close()
             try:
                 SyncClient(sys.argv[1]).__enter__()
             except HeadraceError as error:
