@@ -211,6 +211,8 @@ class SyncClient:
 
     def __enter__(self) -> Self:
         with self._thread_lock:
+            if self._thread is not None:
+                raise InvalidArgument("the client is open already: enter it once, all threads may use it")
             self._thread = LoopThread.acquire()
         try:
             self._call(self._client.__aenter__)
@@ -228,6 +230,7 @@ class SyncClient:
         Other calls that are open end, or raise Closed; iterating over a consumer ends."""
         if (thread := self._thread) is None:
             return
+        thread.check_caller()
         try:
             with suppress(Closed):  # another thread closes it too, or this process was forked
                 thread.call(self._client.aclose)

@@ -24,6 +24,7 @@ from headrace import (
     NotFound,
     PayloadTooLarge,
     Selector,
+    SessionState,
     StreamId,
     SubscriptionDefinition,
     SyncConsumer,
@@ -358,6 +359,31 @@ def test_a_consumer_that_ended_with_an_error_raises_it_after_its_client_is_close
             call()
         assert raised.value is ended.value
     consumer.close()
+
+
+def test_an_open_client_is_not_entered_again(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with pytest.raises(InvalidArgument, match="open already"):
+            client.__enter__()
+        client.publish(S, b"0")
+    assert threads() == 0
+
+
+def test_closing_in_the_thread_of_the_client_is_refused_and_changes_nothing(silo: SiloProcess):
+    refused = list[InvalidArgument]()
+
+    def close(state: SessionState) -> None:
+        with pytest.raises(InvalidArgument, match="its own thread") as info:
+            client.close()
+        refused.append(info.value)
+
+    with SyncClient(silo.address) as client:
+        with client.subscribe("s", "n/*", on_state=close):
+            pass
+        assert refused
+        client.publish(S, b"0")
+        assert threads() == 1
+    assert threads() == 0
 
 
 def test_before_and_after_it_is_open_it_says_so(silo: SiloProcess):
