@@ -150,10 +150,12 @@ class SubscriptionRunner:
         """Whether it may go on. It may not if it was given up meanwhile."""
         return self.paused.get(served.definition.name) is served
 
-    def give_up(self, name: str) -> None:
+    def give_up(self, name: str) -> bool:
         """A subscription is closed or deleted while it is stopped, because another process moved it: do not go on with
-        it, and let another service take its place."""
+        it, and let another service take its place. Return False if it is not stopped."""
+        is_stopped = name in self.paused
         self._state.end_pause(name)
+        return is_stopped
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
         """Stop all its deliveries. Return exactly the progress made."""
@@ -220,7 +222,9 @@ class SubscriptionRunner:
         served = self.serving(name)
         with self._stopped(served):
             await self._detach(served, 0.0)
-        self.on_fenced(name)
+            is_closed = not self._is_paused(served)
+        if not is_closed:  # else its lock is not this service's any more
+            self.on_fenced(name)
         shown = parent_name(name)
         await served.service.fenced(Unavailable(f"the silo of subscription {shown!r} has another queue: connect again"))
 

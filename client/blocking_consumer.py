@@ -116,7 +116,7 @@ class SyncPulled(Sequence[SyncBatch]):
         self.gaps = pulled.gaps
         """Events that the subscription did not get."""
         self.refused = pulled.refused
-        """How many events of the acknowledged ones were acknowledged too late."""
+        """As in `Pulled`."""
         self._batches = [SyncBatch(batch, call) for batch in pulled]
 
     def __repr__(self) -> str:

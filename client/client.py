@@ -213,7 +213,10 @@ class Client(ConsumingClient):
         return parsed(pb.GetProducerResponse, answer).number
 
     async def flush(self) -> None:
-        """Return when all events published before are stored or have failed. Failures are raised to their callers."""
+        """Return when all events published before are stored or have failed. Failures are raised to their callers.
+
+        Publishes whose caller was cancelled do not count: their events may be stored later, or not at all.
+        """
         self._transport.check_loop()
         await self._publishing.flush()
 

@@ -248,8 +248,11 @@ class ConsumingClient(ManagementClient):
         return Pulled(request.subscription, request.consumer, answer, self._provider)
 
     async def acknowledge(self, pulled: Pulled) -> int:
-        """Report the results of batches that `pull` returned. Return how many results were too late: those events are
-        delivered again, or another consumer has them."""
+        """Report the results of batches that `pull` returned. Return 0 if none was too late.
+
+        Otherwise return how many reports were too late: their events are delivered again, or another consumer has them.
+        One report may be for many batches of a stream.
+        """
         reports = _check_pulled(pulled).reports()
         request = pb.AcknowledgeRequest(
             provider=self._provider,

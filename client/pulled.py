@@ -25,7 +25,7 @@ class Pulled(Sequence[ReceivedBatch]):
         self.gaps = [wire.gap_of(gap, provider, name) for gap in response.gaps]
         """Events that the subscription did not get."""
         self.refused = len(response.refused)
-        """How many results that were reported with the call came too late."""
+        """How many reports with the call came too late, as in `Client.acknowledge`."""
         self._holdings = ConsumerHoldings()
         self._holdings.account.origin = ProviderOrigin("", provider, name, shared=True)
         for status in response.queues:

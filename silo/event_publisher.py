@@ -36,7 +36,7 @@ class EventPublisher(QueuePositions):
 
     def __init__(self, parts: ProviderParts) -> None:
         super().__init__(parts)
-        self.published_events = 0
+        self.published_events = 0  # without those of cancelled callers, which may be stored all the same
         self.published_bytes = 0
         # Without the option, the decorator only publishes events that were delayed before.
         decorated = parts.delays is not None and parts.options.delays is None
@@ -152,7 +152,10 @@ class EventPublisher(QueuePositions):
         return await self.adapter.last_sequence(check_producer(producer, "producer"))
 
     async def flush(self) -> None:
-        """Return when all events published before are stored or have failed. The publishing callers get the errors."""
+        """Return when all events published before are stored or have failed. The publishing callers get the errors.
+
+        Publishes whose caller was cancelled do not count: their events may be stored later, or not at all.
+        """
         await self.publishing.flush()
 
     def publish_encoded(

@@ -224,7 +224,7 @@ SECTIONS: Sequence[MetricSection] = (
             _provider(
                 "published_events",
                 "counter",
-                "Events published by this process.",
+                "Events published by this process, without those whose publisher was cancelled.",
                 lambda p: p.statistics.published_events,
             ),
             _provider(

@@ -191,7 +191,8 @@ class Provider(MeasuredProvider):
         afterwards is delivered.
 
         If another process with the same data directory serves the subscription, this one stands by, and takes over when
-        that process ends. The call does not wait for that.
+        that process ends. The call does not wait for that. It stands by also while `close()` or `delete()` of the
+        former subscription in this process waits for its handlers; with the adapter `memory` it raises Busy then.
 
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
         `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Without `selector` the
@@ -314,8 +315,8 @@ class Provider(MeasuredProvider):
         )
 
     async def acknowledge(self, pulled: Pulled) -> int:
-        """Save the acknowledgements and rejections of pulled batches. Return how many were too late: their events are
-        delivered again."""
+        """Save the acknowledgements and rejections of pulled batches. Return 0 if none was too late: see
+        `Client.acknowledge`."""
         return await (await self.local_consumer()).acknowledge(pulled)
 
     async def dead_letters(

@@ -1,5 +1,5 @@
 """Subscriptions that another process serves, and for which this process stands by: it takes over when that process
-ends."""
+ends. It stands by also while its own former service of a subscription ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StandbySubscription:
     definition: SubscriptionDefinition
     service: DeliveryService
     reason: str
-    """Which process serves it, as of the last look."""
+    """Which process serves it, or that it still ends in this one, as of the last look."""
 
 
 class Standby:
@@ -60,7 +60,7 @@ class Standby:
     def add(self, definition: SubscriptionDefinition, service: DeliveryService, reason: str) -> None:
         """Stand by for a stored subscription, until `remove`."""
         self._waiting[definition.name] = StandbySubscription(definition, service, reason)
-        log.info("%s: this process stands by, and takes over when that process ends", reason)
+        log.info("%s: this process stands by, and takes over when that ends", reason)
         if not self._looking:
             self._looking.start(self._run(), f"headrace standby {self._provider}")
 

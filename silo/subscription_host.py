@@ -93,10 +93,12 @@ class SubscriptionHost(QueuePositions):
         """Serve a subscription with `service`. Create the subscription if it does not exist, unless `creates` is False.
 
         A service that stores no progress begins at `start`. With `stands_by`, this process waits while another process
-        serves the subscription, and takes over when that process ends; the call returns at once.
+        serves the subscription, and takes over when that process ends; the call returns at once. It also waits so while
+        a call of `withdraw` or `delete_subscription` of this process waits for the handlers of the former service.
 
-        Raises Busy if this process serves it already, or, unless `stands_by`, another process does. Without `creates`,
-        raises NotFound, and Fenced if it has another definition.
+        Raises Busy if this process serves it already; unless `stands_by`, or if the adapter is not durable, also if
+        another process serves it, or such a call waits. Without `creates`, raises NotFound, and Fenced if it has
+        another definition.
         """
         name = definition.name
         if self.service_of(name) is not None or name in self._starting:
@@ -109,6 +111,8 @@ class SubscriptionHost(QueuePositions):
             if not stands_by:
                 raise
             if not self.adapter.capabilities.durable:
+                if self._locks.has(name):  # its former service still ends
+                    raise
                 hint = (
                     f"no other process can take over, because the queues of the adapter {self.adapter_name!r} are in "
                     "the memory of that process: stop it first, or choose a durable adapter"
@@ -156,29 +160,29 @@ class SubscriptionHost(QueuePositions):
 
     async def _stop_serving(self, name: str, drain_s: float, *, delete: bool) -> None:
         """Stop serving, and perhaps delete the subscription. Its lock is kept until then, also if this call is
-        cancelled: no other process may run handlers at the same time. Raises NotFound if it is not served here and not
+        cancelled: nothing else may run handlers at the same time. Raises NotFound if it is not served here and not
         to be deleted, or is not stored."""
         stopping = self.stopping.hold(self._stop_and_unlock(name, drain_s, delete=delete), f"headrace withdraw {name}")
         await asyncio.shield(stopping)
 
     async def _stop_and_unlock(self, name: str, drain_s: float, *, delete: bool) -> None:
+        locked = True
         try:
             try:
                 served = await self.manager.subscriptions.withdraw(name, drain_s)
-                await served.service.completed(drain_s)
             except NotFound:  # this process does not serve it, or not any longer
-                self.manager.subscriptions.give_up(name)
+                locked = self.manager.subscriptions.give_up(name)
                 if not delete:
                     raise
                 served = None
+            else:
+                await served.service.completed(drain_s)
             if delete:
                 await self.store.delete_subscription(self.name, name)
                 if served is not None:
                     served.log_deleted()
         finally:
-            # Also if it was not found, because it is about to be attached again: without the lock it is not. But the
-            # lock of a call of `serve` that has just begun stays.
-            if name not in self._starting:
+            if locked:  # else another call may have the lock: one that begins to serve, or ends the former service
                 self._locks.release(name)
 
     def service_of(self, name: str) -> DeliveryService | None:

@@ -1,4 +1,8 @@
-"""The rights of this process to serve subscriptions: locks in the data directory, which end with the process."""
+"""The rights of this process to serve subscriptions: locks in the data directory, which end with the process.
+
+This process takes each right once, also if the silos of a cluster share it, and also without a data directory. So a
+subscription is not served again while its handlers still end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import NamedTuple
 
 from ..store.datadir import DataDirectory, DirectoryLock, lock_reader, lock_subscription
 from ..streams.errors import Busy
+from ..streams.subscriptions import parent_name
 
 
 class _TakenLocks(NamedTuple):
@@ -17,8 +22,8 @@ class _TakenLocks(NamedTuple):
 
 
 class SubscriptionLocks:
-    """The locks of one provider in this process. Without a data directory no other process can serve, and no lock is
-    needed."""
+    """The locks of one provider in this process. Without a data directory no other process can serve, and no file is
+    locked."""
 
     def __init__(self, directory: DataDirectory | None, provider: str, *, shared: bool, one_reader: bool) -> None:
         """`shared`: the silos of a cluster share each lock. `one_reader`: the queues have one reader each, so one
@@ -28,36 +33,47 @@ class SubscriptionLocks:
         self._shared = shared
         self._one_reader = one_reader
         self._reader: DirectoryLock | None = None
-        self._held: dict[str, DirectoryLock] = {}
+        self._held: dict[str, DirectoryLock | None] = {}
+        """By subscription. None: there is no data directory."""
         self._taking = asyncio.Lock()
 
     async def take(self, name: str) -> None:
         """Take the right to serve a subscription, without waiting. Raise Busy, which names a process that has it."""
-        if self._directory is not None:
-            await self._take(lambda directory: self._lock_one(name, directory))
+        async with self._taking:
+            if name in self._held:
+                hint = "wait until its `close()` or `delete()` has ended"
+                raise Busy(self._ending(name), hint=hint)
+            await self._take(lambda directory: self._lock_one(name, directory), [name])
 
     async def take_free(self, names: Sequence[str]) -> Mapping[str, str]:
-        """Take the rights to serve those of the subscriptions that no other process serves. Return the others by name,
-        with the reason."""
-        refused: dict[str, str] = {}
-        await self._take(lambda directory: self._lock_free(names, directory, refused))
+        """Take the rights to serve those of the subscriptions that no process serves. Return the others by name, with
+        the reason."""
+        async with self._taking:
+            refused = {name: self._ending(name) for name in names if name in self._held}
+            if free := [name for name in names if name not in refused]:
+                await self._take(lambda directory: self._lock_free(free, directory, refused), free)
         return refused
 
-    async def _take(self, lock: Callable[[DataDirectory], _TakenLocks]) -> None:
-        """Lock in a thread. If this call is cancelled, wait for the thread: it could take a lock later and keep it."""
-        assert self._directory is not None
-        async with self._taking:
-            locking = asyncio.ensure_future(asyncio.to_thread(lock, self._directory))
-            try:
-                taken = await asyncio.shield(locking)
-            except asyncio.CancelledError:
-                await asyncio.wait([locking])
-                if locking.exception() is None:
-                    self._hold(locking.result())
-                    for name in locking.result().subscriptions:
-                        self.release(name)
-                raise
-            self._hold(taken)
+    def _ending(self, name: str) -> str:
+        return f"subscription {parent_name(name)!r} has not ended in this process yet"
+
+    async def _take(self, lock: Callable[[DataDirectory], _TakenLocks], names: Sequence[str]) -> None:
+        """Lock in a thread. If this call is cancelled, wait for the thread: it could take a lock later and keep it.
+        Without a data directory, this process has the rights to serve the subscriptions `names` at once."""
+        if self._directory is None:
+            self._held.update(dict.fromkeys(names))
+            return
+        locking = asyncio.ensure_future(asyncio.to_thread(lock, self._directory))
+        try:
+            taken = await asyncio.shield(locking)
+        except asyncio.CancelledError:
+            await asyncio.wait([locking])
+            if locking.exception() is None:
+                self._hold(locking.result())
+                for name in locking.result().subscriptions:
+                    self.release(name)
+            raise
+        self._hold(taken)
 
     def _hold(self, taken: _TakenLocks) -> None:
         self._reader = taken.reader
@@ -83,13 +99,17 @@ class SubscriptionLocks:
                 refused[name] = error.problem
         return _TakenLocks(reader, locks)
 
+    def has(self, name: str) -> bool:
+        """Whether this process took the right to serve a subscription, and has not given it up."""
+        return name in self._held
+
     async def holds(self, name: str) -> bool:
         """Whether this process may serve a subscription: it took the right, and no other process can have it.
 
         False also if the file of the lock was removed or replaced, except in a cluster: there leases decide.
         """
         if self._directory is None:
-            return True
+            return name in self._held
         held = self._held.get(name)
         if held is None or not (self._shared or await asyncio.to_thread(held.is_valid)):
             return False

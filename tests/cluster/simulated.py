@@ -225,6 +225,8 @@ class SimulatedHost(SubscriptionHost):
         self.manager = self.seeded = SiloManager(
             silo, PROVIDER, world.queues, world.shelf, store, LIMITS, detach_after_s=0.25, leased=True
         )
+        self.manager.subscriptions.on_fenced = self._locks.release
+        self.manager.subscriptions.may_serve = self._locks.holds
 
 
 class WatchedEdge(Edge):
