@@ -150,12 +150,10 @@ class SubscriptionRunner:
         """Whether it may go on. It may not if it was given up meanwhile."""
         return self.paused.get(served.definition.name) is served
 
-    def give_up(self, name: str) -> bool:
+    def give_up(self, name: str) -> None:
         """A subscription is closed or deleted while it is stopped, because another process moved it: do not go on with
-        it, and let another service take its place. Return False if it is not stopped."""
-        is_stopped = name in self.paused
+        it. `on_fenced` is called when it has stopped."""
         self._state.end_pause(name)
-        return is_stopped
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
         """Stop all its deliveries. Return exactly the progress made."""
@@ -208,29 +206,27 @@ class SubscriptionRunner:
                 )
             elif await self._attached_again(served):
                 return
-            else:
-                served.log_deleted()
-            if not self._is_paused(served):
-                return  # its lock is not this service's any more
+            is_closed = not self._is_paused(served)
         self.on_fenced(name)
-        shown = parent_name(name)
-        await served.service.fenced(Fenced(f"subscription {shown!r} was moved, deleted or taken over elsewhere"))
+        if not is_closed:
+            shown = parent_name(name)
+            await served.service.fenced(Fenced(f"subscription {shown!r} was moved, deleted or taken over elsewhere"))
 
     async def end_for_positions(self, name: str) -> None:
         """Stop a subscription: the silo gained a queue, and only the consumer knows its position there. The consumer
         must connect again, with that position."""
         served = self.serving(name)
-        with self._stopped(served):
-            await self._detach(served, 0.0)
-            is_closed = not self._is_paused(served)
-        if not is_closed:  # else its lock is not this service's any more
+        try:
+            with self._stopped(served):
+                await self._detach(served, 0.0)
+        finally:
             self.on_fenced(name)
         shown = parent_name(name)
         await served.service.fenced(Unavailable(f"the silo of subscription {shown!r} has another queue: connect again"))
 
     async def _attached_again(self, served: ServedSubscription) -> bool:
         """Attach again, and go on from the stored position: another process may have moved the subscription. Return
-        False if it was deleted. While the store fails, try again."""
+        False if it was deleted, closed or taken over. While the store fails, try again."""
         name = served.definition.name
         while True:
             try:
@@ -246,15 +242,16 @@ class SubscriptionRunner:
                 if name in self._state.served:  # another service serves it by now
                     shown = parent_name(name)
                     await served.service.fenced(Unavailable(f"subscription {shown!r} was moved: connect again"))
-                return True
+                return False
             try:
                 attachment = await self._attachment(name)
             except NotFound:
-                return False
-            if attachment.definition not in (None, served.definition):
+                attachment = None
+            if attachment is None or attachment.definition not in (None, served.definition):
+                served.log_deleted()
                 return False
             if not await self.may_serve(name) or not self._is_paused(served):  # it was closed meanwhile
-                return True
+                return False
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True

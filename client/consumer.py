@@ -258,7 +258,7 @@ class Consumer(SubscriptionHandle):
             timeout_s=self._plan.timeout_s,
             on_open=lambda: self._set_state(SessionState.OPEN),
             on_reconnecting=self._reconnecting,
-            on_waiting=lambda error, seconds: log.warning("%r has no silo for %.0f s: %s", self, seconds, error),
+            on_waiting=lambda error, seconds: log.warning("%r has had no silo for %.0f s: %s", self, seconds, error),
         )
         self.holdings.begin()
 

@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 log = logging.getLogger("headrace.client")
-TELL_S, TELL_AGAIN_S = 5.0, 60.0
-"""After how long without a session the reason is told, and how often then, in seconds."""
+WARN_AFTER_S, WARN_EVERY_S = 5.0, 60.0
+"""Seconds without a session until the first warning, and between later ones."""
 
 ATTACH_S = 1.0
 """Time that all owners have to accept a new consumer before its user is told that it is open, in seconds."""
@@ -90,8 +90,8 @@ class Router:
 
     With `stays_direct` it never uses a gateway. `timeout_s` is how long it tries to reach a silo while no session is
     open; None: without a limit. `on_open` is called when a session is open and there was none, and `on_reconnecting`
-    with the reason when no session is open any more. While none is open, `on_waiting` is called rarely, with the last
-    reason and the time without a session in seconds.
+    with the reason when no session is open any more. While none is open, `on_waiting` is called for each warning, with
+    the last reason and the seconds without a session.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Router:
         self._attempts = 0
         """Attempts since no session is open."""
         self._enter_at = self._unopened_since = self._loop.time()
-        self._tell_at = self._unopened_since + TELL_S
+        self._warn_at = self._unopened_since + WARN_AFTER_S
         self._gateway = GatewayUse()
 
     # ---- the user ----------------------------------------------------------------------------------------------------
@@ -350,10 +350,10 @@ class Router:
         if self._is_open:
             self._is_open = False
             self._unopened_since = now
-            self._tell_at = now + TELL_S
+            self._warn_at = now + WARN_AFTER_S
             self._on_reconnecting(error)
-        elif now >= self._tell_at:
-            self._tell_at = now + TELL_AGAIN_S
+        elif now >= self._warn_at:
+            self._warn_at = now + WARN_EVERY_S
             self._on_waiting(error, now - self._unopened_since)
         pause_s = self._backoff.next_s()
         self._enter_at = now + pause_s

@@ -104,7 +104,7 @@ def rows_of(
 
 def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
     """Write rows in the connection's transaction. Raises NotFound if the database has no outbox."""
-    with _explained():
+    with _translated_errors():
         try:
             connection.execute(_NAMED, rows)
         except OperationalError as error:
@@ -114,7 +114,7 @@ def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
 
 
 @contextmanager
-def _explained() -> Generator[None]:
+def _translated_errors() -> Generator[None]:
     """Turn PostgreSQL's error for a missing table into NotFound, and that for a character that the encoding lacks into
     InvalidArgument, for each driver."""
     try:
@@ -307,7 +307,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _insert_by_psycopg_async(connection, rows)
-    with _explained(), _psycopg_cursor(connection) as cursor:
+    with _translated_errors(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -330,7 +330,7 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
     if not connection.in_atomic_block and connection.get_autocommit():
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
     introspection = cast("Any", connection).introspection
-    with _explained(), connection.cursor() as cursor:
+    with _translated_errors(), connection.cursor() as cursor:
         try:
             cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
         except Exception as error:
@@ -340,12 +340,12 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
 
 
 async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[OutboxRow]) -> None:
-    with _explained():
+    with _translated_errors():
         await connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
 
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    with _explained():
+    with _translated_errors():
         async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:
                 await cursor.execute(_PSYCOPG, rows[0])

@@ -121,10 +121,12 @@ class DelayingAdapter(ForwardingAdapter):
     def enqueue(
         self, batches: Sequence[Placed], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """See QueueAdapter, with two differences.
+        """See QueueAdapter, with three differences.
 
         A call that fails may have stored a part, the delayed or the other batches. If it is sent again with its
-        `sequence`, the rest is stored. The token of a delayed batch is lower than its later token in the queue.
+        `sequence`, the rest is stored. The token of a delayed batch is lower than its later token in the queue. A call
+        with delayed batches also raises SequenceConflict while the producer's call before it is still on its way to the
+        queue because its caller was cancelled.
         """
         if self._closing:
             raise Closed(f"provider {self._provider!r} is closed")

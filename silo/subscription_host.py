@@ -96,9 +96,9 @@ class SubscriptionHost(QueuePositions):
         serves the subscription, and takes over when that process ends; the call returns at once. It also waits so while
         a call of `withdraw` or `delete_subscription` of this process waits for the handlers of the former service.
 
-        Raises Busy if this process serves it already; unless `stands_by`, or if the adapter is not durable, also if
-        another process serves it, or such a call waits. Without `creates`, raises NotFound, and Fenced if it has
-        another definition.
+        Raises Busy if this process serves it already. Also raises it if another process serves it or such a call waits,
+        unless `stands_by` and the adapter is durable. Without `creates`, raises NotFound, and Fenced if it has another
+        definition.
         """
         name = definition.name
         if self.service_of(name) is not None or name in self._starting:
@@ -111,7 +111,7 @@ class SubscriptionHost(QueuePositions):
             if not stands_by:
                 raise
             if not self.adapter.capabilities.durable:
-                if self._locks.has(name):  # its former service still ends
+                if self._locks.is_taken(name):  # its former service still ends
                     raise
                 hint = (
                     f"no other process can take over, because the queues of the adapter {self.adapter_name!r} are in "
@@ -171,7 +171,8 @@ class SubscriptionHost(QueuePositions):
             try:
                 served = await self.manager.subscriptions.withdraw(name, drain_s)
             except NotFound:  # this process does not serve it, or not any longer
-                locked = self.manager.subscriptions.give_up(name)
+                locked = False
+                self.manager.subscriptions.give_up(name)
                 if not delete:
                     raise
                 served = None
@@ -182,7 +183,7 @@ class SubscriptionHost(QueuePositions):
                 if served is not None:
                     served.log_deleted()
         finally:
-            if locked:  # else another call may have the lock: one that begins to serve, or ends the former service
+            if locked:  # else another call may have the lock: one that begins to serve, or stops the former service
                 self._locks.release(name)
 
     def service_of(self, name: str) -> DeliveryService | None:

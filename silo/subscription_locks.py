@@ -38,7 +38,8 @@ class SubscriptionLocks:
         self._taking = asyncio.Lock()
 
     async def take(self, name: str) -> None:
-        """Take the right to serve a subscription, without waiting. Raise Busy, which names a process that has it."""
+        """Take the right to serve a subscription, without waiting. Raises Busy if another process has it, which it
+        names, or if this one has not released it yet."""
         async with self._taking:
             if name in self._held:
                 hint = "wait until its `close()` or `delete()` has ended"
@@ -99,7 +100,7 @@ class SubscriptionLocks:
                 refused[name] = error.problem
         return _TakenLocks(reader, locks)
 
-    def has(self, name: str) -> bool:
+    def is_taken(self, name: str) -> bool:
         """Whether this process took the right to serve a subscription, and has not given it up."""
         return name in self._held
 

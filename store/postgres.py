@@ -71,8 +71,7 @@ def engine(url: URL, deadline: TransactionDeadline) -> Engine:
     ) -> BoundedConnection:
         if deadline.has_passed():  # because the connection before did not answer
             raise deadline.error()
-        # Without prepared statements: a pooler executes the next statement on another connection.
-        connection = BoundedConnection.connect(**_settings(wanted, deadline.timeout_s), prepare_threshold=None)
+        connection = BoundedConnection.connect(**_settings(wanted, deadline.timeout_s))
         try:
             check_encoding(connection.info.parameter_status("server_encoding"))
         except InvalidArgument:

@@ -137,7 +137,7 @@ class RedisAdapter(QueueAdapter):
             raise self._not_rewindable()
         receiver = RedisReceiver(queue, self._queue(queue).watches, self._limits)
         for server in self._servers:
-            server.doubt()
+            server.check_again()
         try:
             await receiver.open()
         except BaseException:

@@ -15,7 +15,7 @@ from .server import RedisConnection, ServerAway
 
 
 class QueuesOwner(NamedTuple):
-    """What each server stores of a provider."""
+    """The record of the owner on each server."""
 
     key: str
     provider: str
@@ -25,21 +25,22 @@ class QueuesOwner(NamedTuple):
 
 
 class OwnedConnection(RedisConnection):
-    """A connection that carries out no script while the queues belong to another control store: that one would map
-    streams differently, and events that one of the two finishes would be lost for the other.
+    """A connection that refuses scripts once it knows that the queues belong to another control store: that one would
+    map streams differently, and events that one of the two finishes would be lost for the other.
 
     A server that has lost its data has also lost who owns the queues. So the owner is stored again before the first
     script after an outage, and every few seconds, because FLUSHALL is no outage. In a cluster, an outage of one node
-    says nothing about the node with the owner, so only the latter is done.
+    says nothing about the node with the owner, so the owner is only stored every few seconds.
     """
 
     def __init__(self, url: str, owner: QueuesOwner, *, cluster: bool, limits: RedisLimits) -> None:
         super().__init__(url, cluster=cluster, variables=True, limits=limits)
         self._owner = owner
         self._cluster = cluster
-        self._doubts = 1
-        self._settled = 0
-        """The owner is stored, unless it was lost after this many doubts."""
+        self._checks_wanted = 1
+        self._checks_done = 0
+        """If it is lower, the owner is stored again before the next script."""
+        self._checking = asyncio.Lock()
         self._refusal = ""
         """Why the queues cannot be used, or empty."""
         self._repeating = BackgroundTasks()
@@ -52,36 +53,40 @@ class OwnedConnection(RedisConnection):
         if self._refusal:
             raise InvalidArgument(self._refusal)
 
-    def doubt(self) -> None:
+    def check_again(self) -> None:
         """Store the owner again before the next script."""
-        self._doubts += 1
+        self._checks_wanted += 1
 
     async def run(self, script: RedisScript, keys: Sequence[str], *args: str | bytes | float) -> Any:
         """See RedisConnection. Raises StorageError, before anything is done, if the queues belong to another control
         store."""
-        if self._settled < self._doubts and not self._cluster:
-            await self.store_owner()
+        if self._checks_done < self._checks_wanted and not self._cluster:
+            await self.store_owner(again=False)
         if self._refusal:
             raise StorageError(self._refusal)
         try:
             return await super().run(script, keys, *args)
         except ServerAway:
-            self.doubt()
+            self.check_again()
             raise
 
     async def bell(self, key: str, timeout_s: float) -> bool:
         try:
             return await super().bell(key, timeout_s)
         except ServerAway:
-            self.doubt()
+            self.check_again()
             raise
 
-    async def store_owner(self) -> None:
-        """Store the owner if none is stored. Find out whether the stored one may use the queues."""
-        doubts = self._doubts
-        owner = self._owner
-        other = await super().run(OWN, [owner.key], owner.control_data, owner.queues)
-        self._refusal, self._settled = self._refusal_by(int(other[1])) if other else "", doubts
+    async def store_owner(self, *, again: bool = True) -> None:
+        """Store the owner if none is stored. Find out whether this provider is the stored owner. Without `again`,
+        nothing is done if another call has just done it."""
+        async with self._checking:
+            wanted, owner = self._checks_wanted, self._owner
+            if not again and self._checks_done == wanted:
+                return
+            other = await super().run(OWN, [owner.key], owner.control_data, owner.queues)
+            self._refusal = self._refusal_by(int(other[1])) if other else ""
+            self._checks_done = wanted
 
     def _refusal_by(self, queues: int) -> str:
         name = repr(self._owner.provider)

@@ -330,10 +330,15 @@ async def test_a_subscription_that_is_closed_after_a_move_elsewhere_does_not_go_
         await cancelled.wait()
         with suppress(NotFound):
             await closed.close()
-        if again:
-            await provider.subscribe("s", "n/*", present)
+        if again and stored:
+            assert (await provider.subscribe("s", "n/*", present)).stands_by
+        if again and not stored:
+            with pytest.raises(Busy, match="has not ended"):
+                await provider.subscribe("s", "n/*", present)
         ends.set()
         await asyncio.sleep(0.1)
+        if again and not stored:
+            await provider.subscribe("s", "n/*", present)
         await provider.publish(StreamId("n", "2"), b"2")
         await asyncio.sleep(0.1)
         assert [name for name, payload in handled if payload == b"2"] == (["present"] if again else [])

@@ -122,7 +122,7 @@ async def test_a_second_close_does_not_unlock_before_the_first_one_has_ended() -
         await provider.subscribe("billing", "orders/*", Orders())
 
 
-async def test_a_service_that_was_closed_while_it_stopped_does_not_unlock_the_next_one(tmp_path: Path) -> None:
+async def test_a_service_that_is_closed_while_it_stops_keeps_its_lock_until_it_has_stopped(tmp_path: Path) -> None:
     detaching, release = asyncio.Event(), asyncio.Event()
     async with Provider.open(tmp_path, queues=1) as provider, Provider.open(tmp_path) as other:
         await provider.subscribe("billing", "orders/*", Orders())
@@ -140,7 +140,13 @@ async def test_a_service_that_was_closed_while_it_stopped_does_not_unlock_the_ne
         await detaching.wait()
         with pytest.raises(NotFound):
             await provider.withdraw("billing")
-        await provider.subscribe("billing", "orders/*", Orders())
+        orders = Orders()
+        again = await provider.subscribe("billing", "orders/*", orders)
+        assert again.stands_by
         release.set()
         await stopping
+        await until(lambda: not again.stands_by)
+        await provider.publish(STREAM, b"1")
+        await again.caught_up()
+        assert orders.payloads == [b"1"]
         assert (await other.subscribe("billing", "orders/*", Orders())).stands_by

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from headrace.streams.publishing import MEASURED, PendingPublishes
 
 
@@ -54,18 +52,6 @@ async def test_flushes_wait_each_for_its_own_publishes():
     pending.end(second)
     await turns()
     assert late.done()
-
-
-async def test_a_cancelled_flush_is_forgotten():
-    pending = PendingPublishes()
-    number = pending.begin()
-    flush = asyncio.create_task(pending.flush())
-    await turns()
-    flush.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await flush
-    pending.end(number)
-    await asyncio.wait_for(pending.flush(), 1)
 
 
 async def test_one_publish_in_some_is_measured():
