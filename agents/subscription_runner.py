@@ -27,7 +27,7 @@ class SubscriptionRunner:
 
     def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
         self.on_fenced: Callable[[str], None] = lambda _: None
-        """Called with the name of a subscription that another process took over, once it is not served here."""
+        """Called with the name of a subscription that stopped without `withdraw`, once its deliveries have ended."""
         self.may_serve: Callable[[str], Awaitable[bool]] = self._is_in_cluster
         """Whether this process may go on with a subscription that another process moved: no other one serves it."""
         self._state = state
@@ -151,8 +151,8 @@ class SubscriptionRunner:
         return self.paused.get(served.definition.name) is served
 
     def give_up(self, name: str) -> None:
-        """A subscription is closed or deleted while it is stopped, because another process moved it: do not go on with
-        it. `on_fenced` is called when it has stopped."""
+        """Do not go on with a subscription that is stopped at the moment, because it was closed or deleted. `on_fenced`
+        is called when it has stopped. Nothing is done if it is not stopped."""
         self._state.end_pause(name)
 
     async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
@@ -195,20 +195,25 @@ class SubscriptionRunner:
         served = self._state.served.get(name)
         if served is None:
             return
-        with self._stopped(served):  # consumers that come meanwhile join the others
-            await self._detach(served, 0.0)
-            for queue in served.deliveries:
-                # Progress may be lost: consumers report all acknowledgements again that are not confirmed.
-                served.service.ended(queue)
-            if not await self.may_serve(name):
-                log.error(
-                    "subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name
-                )
-            elif await self._attached_again(served):
-                return
-            is_closed = not self._is_paused(served)
-        self.on_fenced(name)
-        if not is_closed:
+        goes_on = is_closed = False
+        try:
+            with self._stopped(served):  # consumers that come meanwhile join the others
+                await self._detach(served, 0.0)
+                for queue in served.deliveries:
+                    # Progress may be lost: consumers report all acknowledgements again that are not confirmed.
+                    served.service.ended(queue)
+                if not await self.may_serve(name):
+                    log.error(
+                        "subscription %r was moved, deleted or taken over elsewhere: this process stops serving it",
+                        name,
+                    )
+                else:
+                    goes_on = await self._attached_again(served)
+                is_closed = not goes_on and not self._is_paused(served)
+        finally:
+            if not goes_on:
+                self.on_fenced(name)
+        if not goes_on and not is_closed:
             shown = parent_name(name)
             await served.service.fenced(Fenced(f"subscription {shown!r} was moved, deleted or taken over elsewhere"))
 
@@ -239,9 +244,6 @@ class SubscriptionRunner:
         name = served.definition.name
         async with self._state.changing:
             if not self._is_paused(served):  # it was closed
-                if name in self._state.served:  # another service serves it by now
-                    shown = parent_name(name)
-                    await served.service.fenced(Unavailable(f"subscription {shown!r} was moved: connect again"))
                 return False
             try:
                 attachment = await self._attachment(name)

@@ -38,11 +38,11 @@ class SubscriptionLocks:
         self._taking = asyncio.Lock()
 
     async def take(self, name: str) -> None:
-        """Take the right to serve a subscription, without waiting. Raises Busy if another process has it, which it
-        names, or if this one has not released it yet."""
+        """Take the right to serve a subscription, without waiting. Raises Busy if another process has the right (the
+        error names that process), or if this process has not released it yet."""
         async with self._taking:
             if name in self._held:
-                hint = "wait until its `close()` or `delete()` has ended"
+                hint = "its handlers still end, so try again later"
                 raise Busy(self._ending(name), hint=hint)
             await self._take(lambda directory: self._lock_one(name, directory), [name])
 

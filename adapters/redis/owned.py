@@ -25,8 +25,8 @@ class QueuesOwner(NamedTuple):
 
 
 class OwnedConnection(RedisConnection):
-    """A connection that refuses scripts once it knows that the queues belong to another control store: that one would
-    map streams differently, and events that one of the two finishes would be lost for the other.
+    """A connection that refuses scripts once it knows that the queues belong to another control store. Two control
+    stores map streams differently, and an event that one provider finishes is lost for the other.
 
     A server that has lost its data has also lost who owns the queues. So the owner is stored again before the first
     script after an outage, and every few seconds, because FLUSHALL is no outage. In a cluster, an outage of one node
@@ -40,10 +40,13 @@ class OwnedConnection(RedisConnection):
         self._checks_wanted = 1
         self._checks_done = 0
         """If it is lower, the owner is stored again before the next script."""
-        self._checking = asyncio.Lock()
+        self._storing: asyncio.Future[None] | None = None
+        """The attempt under way. All calls that need it share it, and its error: while a server is silent, each attempt
+        takes seconds."""
         self._refusal = ""
         """Why the queues cannot be used, or empty."""
         self._repeating = BackgroundTasks()
+        self._owning = BackgroundTasks()
 
     async def open(self) -> None:
         """Raises InvalidArgument if the server or its queues cannot be used, ServerAway."""
@@ -60,8 +63,8 @@ class OwnedConnection(RedisConnection):
     async def run(self, script: RedisScript, keys: Sequence[str], *args: str | bytes | float) -> Any:
         """See RedisConnection. Raises StorageError, before anything is done, if the queues belong to another control
         store."""
-        if self._checks_done < self._checks_wanted and not self._cluster:
-            await self.store_owner(again=False)
+        while self._checks_done < self._checks_wanted and not self._cluster:
+            await self.store_owner()
         if self._refusal:
             raise StorageError(self._refusal)
         try:
@@ -77,16 +80,21 @@ class OwnedConnection(RedisConnection):
             self.check_again()
             raise
 
-    async def store_owner(self, *, again: bool = True) -> None:
-        """Store the owner if none is stored. Find out whether this provider is the stored owner. Without `again`,
-        nothing is done if another call has just done it."""
-        async with self._checking:
-            wanted, owner = self._checks_wanted, self._owner
-            if not again and self._checks_done == wanted:
-                return
+    async def store_owner(self) -> None:
+        """Store the owner if none is stored. Find out whether this provider is the stored owner."""
+        if self._storing is None or self._storing.done():
+            self._storing = self._owning.hold(self._store_owner(), f"headrace redis owner {self.address}")
+        await asyncio.shield(self._storing)
+
+    async def _store_owner(self) -> None:
+        wanted, owner = self._checks_wanted, self._owner
+        try:
             other = await super().run(OWN, [owner.key], owner.control_data, owner.queues)
-            self._refusal = self._refusal_by(int(other[1])) if other else ""
-            self._checks_done = wanted
+        except ServerAway:
+            self.check_again()
+            raise
+        self._refusal = self._refusal_by(int(other[1])) if other else ""
+        self._checks_done = wanted
 
     def _refusal_by(self, queues: int) -> str:
         name = repr(self._owner.provider)
@@ -110,3 +118,5 @@ class OwnedConnection(RedisConnection):
     async def aclose(self) -> None:
         await self._repeating.aclose()
         await super().aclose()
+        await self._owning.join(self.limits.command_s)
+        await self._owning.aclose()

@@ -17,6 +17,9 @@ from headrace.adapters import AdapterContext, ProducerSequence, QueueReceiver
 from headrace.adapters.redis import RedisAdapter, RedisOptions, open_adapter
 from headrace.adapters.redis.keys import provider_key
 from headrace.adapters.redis.limits import REDIS_LIMITS, RedisLimits
+from headrace.adapters.redis.owned import OwnedConnection, QueuesOwner
+from headrace.adapters.redis.scripts import OWN
+from headrace.adapters.redis.server import ServerAway
 
 ANY = 1 << 30
 OTHER = "the queues of another provider 'p', with other control data"
@@ -145,3 +148,27 @@ async def test_a_server_that_was_away_at_the_open_is_asked_when_it_answers() -> 
             await asyncio.to_thread(b.start)
             with pytest.raises(StorageError, match=OTHER):
                 await opened.shards(0)[1].bounds()
+
+
+async def test_scripts_that_wait_for_a_silent_server_share_one_attempt() -> None:
+    """Each attempt takes seconds: one after another, the last script would wait for all of them."""
+    asked = 0
+    released = asyncio.Event()
+
+    class Silent(OwnedConnection):
+        async def _store_owner(self) -> None:
+            nonlocal asked
+            asked += 1
+            await released.wait()
+            raise ServerAway("no answer")
+
+    owner = QueuesOwner("key", "default", "control", 1)
+    connection = Silent("redis://127.0.0.1:1", owner, cluster=False, limits=REDIS_LIMITS)
+    scripts = [asyncio.create_task(connection.run(OWN, ["key"], "", 1)) for _ in range(10)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    released.set()
+    outcomes = await asyncio.gather(*scripts, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [ServerAway] * 10
+    assert asked == 1
+    await connection.aclose()
