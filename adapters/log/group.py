@@ -9,7 +9,7 @@ from ...streams.errors import InvalidArgument
 from ...streams.events import EventBatch
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import check_sequence
-from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated, receipt_at
+from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated, receipts_at
 from ..seam import ProducerSequence, Receipt
 from .blocks import BlockEncoder, BlockPlace, split
 from .rows import ProducerRow, TailRow
@@ -79,15 +79,15 @@ class CommitGroup:
 
     def _place(self, batches: Sequence[tuple[int, EventBatch]]) -> list[Receipt]:
         queues = self._queues
-        receipts: list[Receipt] = []
+        offsets: list[int] = []
         for queue, batch in batches:
             growth = queues.get(queue)
             if growth is None:
                 growth = queues[queue] = _QueueGrowth(self._changes.tail(queue))
-            receipts.append(receipt_at(growth.next))
+            offsets.append(growth.next)
             growth.next += 1
             growth.batches.append(batch)
-        return receipts
+        return receipts_at(offsets)
 
 
 class _QueueGrowth:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...streams.events import EventBatch
 from ...streams.producer_ledger import LastCall
 from ...streams.publishing import ProducerSequence, Receipt, check_sequence
-from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated, receipt_at
+from ..group_commit import MAX_STORED_OFFSETS, Outcome, StoredBatches, outcome_of_repeated, receipts_at
 from ..log.blocks import BlockEncoder, BlockPlace, split
 
 CHUNK_BYTES = 8000
@@ -117,14 +117,14 @@ class EnqueueGroup:
         return receipts
 
     def _place(self, batches: Sequence[tuple[int, EventBatch]]) -> list[Receipt]:
-        receipts: list[Receipt] = []
+        offsets: list[int] = []
         for queue, batch in batches:
             grown = self._grown.get(queue)
             if grown is None:
                 grown = self._grown[queue] = []
-            receipts.append(receipt_at(self._tails[queue].next + len(grown)))
+            offsets.append(self._tails[queue].next + len(grown))
             grown.append(batch)
-        return receipts
+        return receipts_at(offsets)
 
     def writes(self, encoder: BlockEncoder) -> GroupWrites:
         """Encode the batches, and return everything to write."""

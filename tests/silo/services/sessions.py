@@ -16,6 +16,8 @@ SUBSCRIBE = "headrace.v1.ConsumerService/Subscribe"
 PULL = "headrace.v1.ConsumerService/Pull"
 ACKNOWLEDGE = "headrace.v1.ConsumerService/Acknowledge"
 PATIENCE_S = 30
+LOST_STATUS = "Internal error from Core"
+"""What grpc.aio reports if the silo ends a call while a message is written, instead of the silo's status."""
 SERVED, DRAINING, ENDED = (
     pb.QueueStatus.STATE_SERVED,
     pb.QueueStatus.STATE_DRAINING,
@@ -269,7 +271,16 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def begin(caller: Caller, subscription: str = "", **fields: Any) -> Session:
-    """Open a session; fields of `Open`."""
+    """Open a session; fields of `Open`. If grpc loses the status with which the silo refuses it, ask once more."""
+    try:
+        return await _begin(caller, subscription, **fields)
+    except Refused as refused:
+        if refused.details != LOST_STATUS:
+            raise
+    return await _begin(caller, subscription, **fields)
+
+
+async def _begin(caller: Caller, subscription: str, **fields: Any) -> Session:
     session = Session(caller.stream(SUBSCRIBE))
     await session.say(open=pb.Open(subscription=subscription, **fields))
     assert await session.read() is not None
