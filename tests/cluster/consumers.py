@@ -377,6 +377,8 @@ class PullingConsumer(ConsumerProcess):
 def consumer_of(world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> ConsumerProcess:
     """Return a process that consumes in a random way."""
     ways = [IteratingConsumer, IteratingConsumer, HandlingConsumer, PullingConsumer]
+    if world.kind == "late":  # who pulls knows no former owners
+        ways = [IteratingConsumer, HandlingConsumer]
     if definition.mode is Mode.BROADCAST:
         ways.append(KeepingConsumer)
     return world.rng.choice(ways)(world, name, definition)

@@ -73,9 +73,11 @@ HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
 KINDS = (
     "planned", "moves", "seeks", "drains", "clocks", "outages", "crashes", "pauses", "blocks", "network", "answers",
-    "consumers",
+    "consumers", "late",
     "everything",
 )  # fmt: skip
+LONG = "answers", "consumers", "late"
+"""Kinds with three times as many steps: what they look for needs events a lease after an incident."""
 REAL_STORE = 50
 """One of this many seeds runs on the real control store."""
 CLOSE_S = 10.0
@@ -564,8 +566,9 @@ class SimulatedCluster(Simulation):
     async def subscribe(self, name: str) -> None:
         """From here on."""
         retry = self.rng.choice((PATIENT, PATIENT, HASTY))
-        grouped = self.rng.random() < 0.5 or self.kind == "consumers"
+        grouped = self.rng.random() < 0.5 or self.kind in ("consumers", "late")
         mode = self.rng.choice((Mode.SHARED, Mode.SHARED, Mode.BOUND, Mode.BROADCAST)) if grouped else Mode.SHARED
+        mode = Mode.SHARED if self.kind == "late" else mode
         definition = SubscriptionDefinition(
             name=name, selector=Selector("s/*"), retry=retry, mode=mode, start=Start.of("earliest")
         )
@@ -718,7 +721,8 @@ class Incidents:
 
     async def go_on(self, steps: int) -> None:
         world, rng = self.world, self.rng
-        for _ in range(rng.choice((2, 4) if world.kind == "answers" else (1, 2, 4))):
+        steps *= 3 if world.kind in LONG else 1
+        for _ in range(rng.choice((2, 4) if world.kind in ("answers", "late") else (1, 2, 4))):
             world.start(f"silo-{next(self._names)}")
         if world.kind == "outages":
             await self._all_served()
@@ -845,7 +849,7 @@ class Incidents:
         elif what == "cut off":
             silo.cut_off = True
         elif what == "late messages":
-            silo.late_messages, silo.without_store = True, self.rng.random() < 0.5
+            silo.late_messages, silo.without_store = True, world.kind == "late" or self.rng.random() < 0.5
         elif what == "refused call":
             world.weather.refuses = self.rng.choice(REFUSED)
         else:
@@ -867,6 +871,8 @@ class Incidents:
         options, weather = self.world.options, self.world.weather
         if what == "late answer":
             return self.rng.uniform(0.5, 1.5) * options.lease_s
+        if self.world.kind == "late":
+            return self.rng.uniform(1.2, 2.5) * options.lease_s
         if what != "short outage":
             return self.rng.choice((0.5, 1.2, 3.0)) * self.rng.random() * options.lease_s
         # The last renewal is a period old, the next one is tried within a quarter, and every call takes its time.
@@ -952,6 +958,7 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
     "blocks": ("start", "leave", "block", "block", "stall"),
     "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
     "answers": ("start", "late answer", "late answer"),
+    "late": ("start", "leave", "late messages", "late messages", "late messages"),
     "consumers": ("start", "leave", "vanish", "vanish", "vanish", "late messages", "late messages", "break"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
