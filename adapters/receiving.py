@@ -6,10 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..streams.errors import StorageError
 from ..streams.events import EventBatch
 
 RETENTION = "removed by retention"
 """The reason of a gap whose batches were deleted because of the provider's retention."""
+LOST_END = "the queue lost its end"
+"""The reason of a gap from the new end of a queue to the position of a reader that was ahead of it."""
+
+
+class LostEndError(StorageError):
+    """A queue that other machines keep ends before the position of its reader, because they lost its last batches."""
+
+    def __init__(self, problem: str, *, end: int) -> None:
+        """`end`: where the queue ended when this was noticed. New batches are stored from there on."""
+        super().__init__(problem)
+        self.end = end
 
 
 class Gap(NamedTuple):

@@ -286,8 +286,11 @@ class PullingAgent:
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
         for delivery in deliveries:
             if gap.high > delivery.progress.watermark:
-                delivery.counts.gaps += 1
-                self._on_gap(delivery, gap)
+                self.record_gap(delivery, gap)
+
+    def record_gap(self, delivery: Delivery, gap: Gap) -> None:
+        delivery.counts.gaps += 1
+        self._on_gap(delivery, gap)
 
     # ---- statistics ------------------------------------------------------------------------------------------------
 

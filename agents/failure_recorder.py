@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from ..adapters.receiving import Gap
+from ..adapters.receiving import LOST_END, Gap
 from ..streams.clock import now_us
 from ..streams.errors import Fenced
 from ..streams.events import Event
@@ -47,8 +47,8 @@ class FailureRecorder:
             "subscription %r misses offsets %d to %d of queue %d: %s",
             delivery.name, gap.low, max(gap.low, gap.high - 1), delivery.queue, gap.reason,
         )  # fmt: skip
-        low, high = SequenceToken(max(gap.low, delivery.progress.watermark)), SequenceToken(gap.high)
-        record = self._gap_record(delivery, None, low, high, gap.reason)
+        low = gap.low if gap.reason == LOST_END else max(gap.low, delivery.progress.watermark)
+        record = self._gap_record(delivery, None, SequenceToken(low), SequenceToken(gap.high), gap.reason)
         self._gaps.setdefault((delivery.name, _epoch(delivery)), []).append(record)
         return record
 

@@ -94,6 +94,11 @@ class SiloLink:
     def __repr__(self) -> str:
         return f"SiloLink({self.silo or self.expected!r}, {sorted(self.queues)})"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its call has begun: the silo may have heard of it."""
+        return self._call is not None
+
     def wake(self) -> None:
         """There is something to send: `LinkUser.request` is called in the next turn of the loop."""
         if self._call is not None:

@@ -47,6 +47,8 @@ ATTACH_S = 1.0
 IDLE_S = 5.0
 """A session with a silo without queues is closed after so many seconds. The silo may have got one, and the placement is
 late."""
+OPENING_S = 1.0
+"""How long `close` waits for a session that is opening, in seconds."""
 IMPATIENT_S = 0.25
 """If a session waits for credit longer than this, all other sessions give their unused credit back, in seconds."""
 
@@ -200,9 +202,15 @@ class Router:
         for link, task in self._tasks.items():
             if link.is_open:
                 link.close()
+            elif link.has_begun:  # the silo may send events: if it answers soon, `_opened` closes the session in order
+                self._loop.call_later(OPENING_S, self._give_up, link, task)
             else:
                 task.cancel()
         self._turn.set()
+
+    def _give_up(self, link: SiloLink, task: asyncio.Task[HeadraceError | None]) -> None:
+        if not link.is_open:
+            task.cancel()
 
     async def run(self) -> None:
         """Keep the sessions until `close`. Raise the HeadraceError that ended them for good."""
@@ -345,7 +353,7 @@ class Router:
             return
         if link.is_open or not link.expected:
             log.debug("the session with silo %s ended: %s", link.silo, error)
-        if self._links.open:
+        if self._links.open or self._closing:
             return
         if self._is_open:
             self._is_open = False

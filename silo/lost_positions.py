@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
+from ..adapters.receiving import LOST_END
 from ..streams.errors import Busy, CorruptRecord, DataDirectoryError
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint, GapRecord, Start
@@ -18,8 +20,8 @@ async def forget_lost_positions(provider: SubscriptionHost) -> None:
     """Move positions that mean nothing any more.
 
     If the queues do not survive the process, every position goes to the beginning of the new queues. A durable queue
-    may have lost its end in a crash of the machine, if durability is relaxed: new events get those offsets again, so
-    the position goes back to the end, with a gap record.
+    may have lost its end in a crash of the machine, if durability is relaxed, or in a failover: new events get those
+    offsets again, so the position goes back to where the queue ended, with a gap record.
     """
     if provider.data is None:
         return
@@ -50,14 +52,16 @@ async def _step_back_from_lost_ends(provider: SubscriptionHost) -> None:
         lost = {queue: stored[queue] for queue, end in ends.items() if stored[queue].next_offset > end}
         if not lost:
             continue
-        reason = "the queue lost its end in a crash of the machine"
+        reason = "the queue lost its end in a crash of the machine, or in a failover"
+        known = await provider.store.gaps(provider.name, definition.name)
+        to = {queue: _lost_from(known, queue, cp.next_offset, ends[queue]) for queue, cp in lost.items()}
         back: dict[int, Checkpoint] = {
-            queue: Checkpoint(ends[queue], {s: b for s, b in cp.behind.items() if b.token.offset < ends[queue]})
+            queue: Checkpoint(to[queue], {s: b for s, b in cp.behind.items() if b.token.offset < to[queue]})
             for queue, cp in lost.items()
         }
         gaps = [
             GapRecord(
-                provider.name, definition.name, queue, None, SequenceToken(ends[queue]),
+                provider.name, definition.name, queue, None, SequenceToken(to[queue]),
                 SequenceToken(cp.next_offset), reason, time.time_ns() // 1000,
             )
             for queue, cp in lost.items()
@@ -67,3 +71,13 @@ async def _step_back_from_lost_ends(provider: SubscriptionHost) -> None:
             async with provider.exclusive(definition.name):
                 await provider.store.seek(provider.name, definition.name, {**stored, **back}, reason)
                 await provider.store.add_gaps(gaps)
+
+
+def _lost_from(gaps: Sequence[GapRecord], queue: int, position: int, end: int) -> int:
+    """Return the first offset that a queue gave again. If a reader noticed the loss at a lower end than the present
+    one, the events that were stored since then are below the present one."""
+    noticed = [
+        gap.low.offset for gap in gaps
+        if gap.queue == queue and gap.reason == LOST_END and gap.high.offset >= position
+    ]  # fmt: skip
+    return min([end, *noticed])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 
-from ..agents import DeliveryService, Group, HandlerService, PullingManager, ServedSubscription
+from ..agents import Delivery, DeliveryService, Group, HandlerService, PullingManager, ServedSubscription
 from ..streams.arguments import check_instance, check_seconds, check_text
 from ..streams.background import BackgroundTasks
-from ..streams.errors import Busy, NotFound, NotSupported
+from ..streams.errors import Busy, NotFound, NotSupported, Unavailable
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     Checkpoint,
@@ -228,13 +228,28 @@ class SubscriptionHost(QueuePositions):
 
     async def resume(self, name: str, stream: StreamId) -> bool:
         """Continue a paused stream, also if another process or none serves the subscription. Return False if it is not
-        paused, or if its pause is not stored yet. Raises NotFound."""
+        paused, or if its pause is not stored yet. Raises NotFound; Unavailable while no silo serves its queue."""
         check_text("name", name)
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         if (served := self.manager.served.get(name)) is not None:
-            resumed = [delivery.retries.resume(stream) for delivery in served.deliveries.values()]
-            return any(resumed)
+            queues = self.queues_with(stream)
+            here = [served.deliveries[queue] for queue in queues if queue in served.deliveries]
+            if here:
+                return await self._resume_here(here, stream)
+            if self.leased:
+                raise _not_served(stream)
         return await self.store.resume(self.name, name, stream)
+
+    async def _resume_here(self, deliveries: Sequence[Delivery], stream: StreamId) -> bool:
+        """Return when it is stored that the stream goes on: else a kill would pause it again."""
+        if any(delivery.over for delivery in deliveries):
+            raise _not_served(stream)
+        resumed = [delivery for delivery in deliveries if delivery.retries.resume(stream)]
+        if resumed:
+            await self.manager.checkpointer.save()
+            if any(delivery.lost for delivery in resumed):
+                raise _not_served(stream)
+        return bool(resumed)
 
     async def delete_subscription(self, name: str) -> None:
         """Delete a subscription and its progress; its dead letters stay. A process that serves it, or stands by, stops
@@ -286,3 +301,7 @@ class SubscriptionHost(QueuePositions):
         The provider must have a data directory.
         """
         return self._locks.exclusive(name)
+
+
+def _not_served(stream: StreamId) -> Unavailable:
+    return Unavailable(f"the queue of {stream} is not served at this moment", hint="it may be moving: try again")

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError
 from ...streams.errors import Closed, HeadraceError, StorageError
 from ...streams.events import EventBatch
 from ...streams.wording import counted
-from ..receiving import RETENTION, Bounds, Gap, QueueReceiver, Received
+from ..receiving import RETENTION, Bounds, Gap, LostEndError, QueueReceiver, Received
 from .fetching import WAITING_RECORD_BYTES, FetchedGroup, PartitionFetcher, UnreadableRecord, memory_of
 
 log = logging.getLogger("headrace.adapters.kafka")
@@ -206,10 +206,10 @@ class KafkaReceiver(QueueReceiver):
                 f"events there ({error.str()}): seek its subscriptions to an earlier position"
             )
         if self._position > end:
-            raise StorageError(
-                f"queue {self._queue.number} has lost its end: offsets from {min(end, self._position)} to "
-                f"{self._position - 1} were truncated by the brokers: close the silo, and start it again or seek its "
-                "subscriptions there"
+            raise LostEndError(
+                f"queue {self._queue.number} has lost its end: offsets from {end} to {self._position - 1} were "
+                "truncated by the brokers: close the silo, and start it again or seek its subscriptions there",
+                end=end,
             )
         self._error = None
         if self._position >= first:

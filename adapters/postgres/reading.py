@@ -15,7 +15,7 @@ from psycopg.rows import TupleRow
 from ...streams.errors import CorruptRecord, StorageError
 from ...streams.events import EventBatch
 from ..log.blocks import Block, BlockPlace, DamagedBlockError, ReadBudget, StreamTable, events_from
-from ..receiving import RETENTION, Bounds, Gap
+from ..receiving import RETENTION, Bounds, Gap, LostEndError
 from ..seam import Backlog, QueueStatistics
 from .group import CHUNK_BYTES
 from .limits import PostgresLimits
@@ -145,8 +145,13 @@ class QueueReads:
             facts = await self._facts(connection, queue)
             if before_us is not None and position <= facts.next:
                 await self._check_before(connection, queue, position, before_us, facts)
-            if position >= facts.next:
-                return self._at_end(queue, position, facts)
+            if position == facts.next:
+                return Fetched((), position, time_us=facts.time_us if position else None)
+            if position > facts.next:
+                # Blocks that were stored later than the one before `position` are new.
+                since_us = None if before_us is None else before_us + 1
+                end = facts.next if since_us is None else await self._offset_at(connection, queue, since_us)
+                raise _lost_end(queue, position, facts.next, min(end, facts.next))
             holding = facts.segment_holding(position)
             if holding is None:
                 first = facts.bounds.first
@@ -156,14 +161,6 @@ class QueueReads:
             if (await self._facts(connection, queue)).segment_holding(position) == holding:
                 following = facts.segments[facts.segments.index(holding) + 1 :]
                 raise CorruptRecord(queue, position, "it is missing", following[0].first if following else facts.next)
-
-    def _at_end(self, queue: int, position: int, facts: QueueFacts) -> Fetched:
-        if position > facts.next:
-            raise StorageError(
-                f"queue {queue} has lost its end: offsets from {facts.next} to {position - 1} are not in the database "
-                "any more: close the silo, and start it again or seek its subscriptions there"
-            )
-        return Fetched((), position, time_us=facts.time_us if position else None)
 
     async def _check_before(
         self, connection: AsyncConnection[TupleRow], queue: int, position: int, before_us: int, facts: QueueFacts
@@ -357,3 +354,11 @@ def _block(record: bytes, place: BlockPlace, batches: int, position: int) -> Blo
     if not place.first <= position < place.first + batches:
         raise DamagedBlockError("it is missing")
     return Block(record, place)
+
+
+def _lost_end(queue: int, position: int, next_offset: int, end: int) -> LostEndError:
+    return LostEndError(
+        f"queue {queue} has lost its end: offsets from {next_offset} to {position - 1} are not in the database any "
+        "more: close the silo, and start it again or seek its subscriptions there",
+        end=end,
+    )

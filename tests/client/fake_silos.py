@@ -117,8 +117,11 @@ class FakeSilo:
 
     def opened(self, session: FakeSession) -> None:
         self.sessions.append(session)
-        if self.is_deaf:
-            return
+        if not self.is_deaf:
+            self.answer(session)
+
+    def answer(self, session: FakeSession) -> None:
+        """Accept or refuse a session."""
         if self.error is not None:
             session.end(self.error)
             return

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace import Busy, Fenced, HeadraceError, NotFound, Unavailable
-from headrace.client.routing import DRAINING, ENDED, IDLE_S, SERVED, Router
+from headrace.client.routing import DRAINING, ENDED, IDLE_S, OPENING_S, SERVED, Router
 from headrace.proto.v1 import consumer_pb2 as pb
 from tests.client.fake_silos import FakeSilos, FakeUser
 from tests.simulation.virtual_time import virtual_time
@@ -461,6 +461,31 @@ async def test_a_session_that_is_closed_before_it_begins_is_forgotten():
         async with asyncio.timeout(10):
             await made.task
         assert not silos["a"].sessions
+
+
+@virtual_time
+async def test_a_session_that_is_closed_while_it_opens_ends_in_order():
+    """The silo has given events to its consumer already."""
+    silos = FakeSilos(a={0: 1})
+    silos["a"].is_deaf = True
+    async with routed(silos) as made:
+        await made.until(lambda: silos["a"].sessions)
+        made.router.close()
+        silos["a"].answer(silos["a"].session)
+        await made.task
+        assert silos["a"].session.is_closed
+
+
+@virtual_time
+async def test_a_silo_that_does_not_answer_does_not_hold_up_closing():
+    silos = FakeSilos(a={0: 1})
+    silos["a"].is_deaf = True
+    async with routed(silos) as made:
+        await made.until(lambda: silos["a"].sessions)
+        made.router.close()
+        async with asyncio.timeout(2 * OPENING_S):
+            await made.task
+        assert made.states == []
 
 
 @virtual_time
