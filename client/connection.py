@@ -218,6 +218,12 @@ def _unreached(details: str, where: str) -> Unavailable:
             option="tls.ca",
             hint="give the certificate of its authority, or renew the certificate of the silo if it has expired",
         )
+    if "Hostname Verification Check failed" in details:
+        return Unavailable(
+            f"the certificate of the silo at {where} is not for that name",
+            option="address",
+            hint="add the name to the certificate of the silo, or give a name that the certificate has as address",
+        )
     if "WRONG_VERSION_NUMBER" in details:
         return Unavailable(
             f"the server at {where} does not speak TLS", hint="check the address, or connect without {tls}"
@@ -229,6 +235,8 @@ def _unreached(details: str, where: str) -> Unavailable:
     )
 
 
+CERTIFICATE_OPTIONS = frozenset({"address", "tls.ca"})
+"""An error with one of these as `option` says that the silo's certificate is refused."""
 _KINDS: dict[int, type[HeadraceError]] = {
     3: InvalidArgument,
     5: NotFound,

@@ -16,6 +16,7 @@ from typing import Protocol
 import grpc
 
 from ..balancer.membership import Membership
+from ..client.connection import CERTIFICATE_OPTIONS
 from ..client.transport import StreamCall
 from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
 from ..server.methods import ServiceMethod
@@ -28,7 +29,7 @@ from .in_process import InProcessTransport
 from .metric_snapshots import ClusterSnapshot
 from .move_history import MoveHistory
 from .opening import LEASED_TIMEOUT_S
-from .peers import CALL_S, PeerConnections, tls_of
+from .peers import AS_SETTINGS, CALL_S, PeerConnections, tls_of
 from .placement import ClusterPlacements
 from .provider_core import ProviderCore
 from .shared_read import SharedRead
@@ -134,14 +135,16 @@ class ClusteredSilo:
     async def _check_reachable(self, me: SiloRecord) -> None:
         """Call this silo at its own address, as other silos do. Raise InvalidArgument if its certificate is refused;
         warn of other failures."""
-        why = await self._peers.why_unreachable(me)
-        if "certificate" in why:
+        error = await self._peers.why_unreachable(me)
+        if error is None:
+            return
+        why = error.text_for(AS_SETTINGS)
+        if error.option in CERTIFICATE_OPTIONS:
             raise InvalidArgument(f"other silos could not call silo {me.name!r} at {me.address}: {why}")
-        if why:
-            log.warning(
-                "silo %r does not reach itself at %s, so other silos may fail too, and their consumers miss the "
-                "events of its queues: %s", me.name, me.address, why,
-            )  # fmt: skip
+        log.warning(
+            "silo %r does not reach itself at %s, so other silos may fail too, and their consumers miss the "
+            "events of its queues: %s", me.name, me.address, why,
+        )  # fmt: skip
 
     # ---- the view of the cluster ----------------------------------------------------------------------------------
 

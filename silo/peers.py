@@ -20,6 +20,13 @@ log = logging.getLogger("headrace.silo")
 
 REACH_S = 2.0
 """Timeout of the question whether a silo is alive, in seconds."""
+AS_SETTINGS = {
+    "address": "cluster.address",
+    "tls": "grpc.certificate",
+    "tls.ca": "cluster.ca",
+    "tls.certificate": "grpc.certificate",
+}
+"""Settings of a silo by the names of a connection's options in Python, for `HeadraceError.text_for`."""
 CALL_S = 30.0
 """Default timeout of a call to another silo, in seconds."""
 
@@ -77,18 +84,19 @@ class PeerConnections:
     async def reach(self, silo: SiloRecord) -> bool:
         """Return whether the silo answers at its address."""
         why = await self.why_unreachable(silo)
-        if why:
-            log.info("silo %r cannot be reached at %s: %s", silo.name, silo.address, why)
-        return not why
+        if why is not None:
+            log.info("silo %r cannot be reached at %s: %s", silo.name, silo.address, why.text_for(AS_SETTINGS))
+        return why is None
 
-    async def why_unreachable(self, silo: SiloRecord) -> str:
-        """Return why a silo cannot be reached, "" if it can. Its process answers without the store."""
+    async def why_unreachable(self, silo: SiloRecord) -> HeadraceError | None:
+        """Return why a silo cannot be reached, None if it can. Its process answers without the store."""
         request = pb.ProbeSiloRequest(silo=silo.name).SerializeToString()
         try:
             answer = await self.unary(silo, "ClusterService/ProbeSilo", request, timeout_s=REACH_S)
         except HeadraceError as error:
-            return error.text_for({"tls.ca": "cluster.ca"})
-        return "" if pb.ProbeSiloResponse.FromString(answer).here else "another silo answers there"
+            return error
+        here = pb.ProbeSiloResponse.FromString(answer).here
+        return None if here else Unavailable("another silo answers there")
 
     async def unary(self, silo: SiloRecord, method: str, request: bytes, *, timeout_s: float = CALL_S) -> bytes:
         """Call a silo. Raise Unavailable, and the errors that the silo raises."""

@@ -32,6 +32,7 @@ from headrace.client.transport import StreamCall, Transport, reconnect_backoff, 
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.silos import READY, SiloProcess, Silos
+from tests.silo.services.calling import opened
 from tests.simulation.virtual_time import virtual_time
 
 S = StreamId("n", "k")
@@ -198,6 +199,17 @@ async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
         with pytest.raises(Unavailable, match=says):
             async with Client(silo.address, tls=wrong, connect_timeout_s=0.2):
                 pass
+
+
+async def test_a_certificate_for_another_name_is_named(tmp_path: Path):
+    authority = Authority(tmp_path)
+    own = authority.issue("silo.example")
+    async with opened(tmp_path / "data", certificate=str(own.certificate), key=str(own.key)) as silo:
+        transport = GrpcTransport(silo.grpc_address or "", tls=Tls(ca=authority.certificate))
+        says = r"^address: the certificate of the silo at 127\.0\.0\.1:\d+ is not for that name: add the name to"
+        with pytest.raises(Unavailable, match=says):
+            await open_once(transport, 30)
+        await transport.aclose()
 
 
 def test_unusable_tls_file_is_named(tmp_path: Path):
