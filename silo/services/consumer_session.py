@@ -145,7 +145,8 @@ class ConsumerSession:
             self._ended.exception()  # mark it as retrieved
         if self._member.connections == self._connection:
             self._group.disconnect(self._member)
-            if self._closing:
+            # A silo that drains admits no consumer, so it does not wait for one that holds nothing.
+            if self._closing or (self._call.closing.is_set() and not self._member.in_flight):
                 self._group.leave(self._member)
 
     def _end_with(self, error: HeadraceError) -> None:

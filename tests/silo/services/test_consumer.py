@@ -631,6 +631,40 @@ async def test_a_silo_that_stops_waits_no_longer_than_it_may(tmp_path: Path) -> 
 
 
 @pytest.mark.one_silo
+async def test_a_consumer_that_holds_nothing_is_no_member_of_a_drained_silo(tmp_path: Path) -> None:
+    """Otherwise the silo would warn after its session timeout, although it is attached to another silo."""
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        session = await begin(caller, definition=defined("s"))
+        await _stop(silo, session)
+        assert await refusal(session) == ("UNAVAILABLE", "unavailable")
+        assert not (await caller.get("s")).consumers
+
+
+@pytest.mark.one_silo
+async def test_a_consumer_that_is_lost_while_a_silo_stops_keeps_its_events(tmp_path: Path) -> None:
+    one_queue = {"queues": 1}  # then the queue waits for the other consumer
+    async with opened(tmp_path / "data", provider=one_queue) as silo, connecting(silo.grpc_address or "") as caller:
+        sessions = {name: await begin(caller, definition=defined("s"), consumer=name) for name in ("lost", "stays")}
+        for number, session in enumerate(sessions.values()):
+            await session.grant(1, 1000)
+            await caller.publish(batch(f"n/{number}", b"0"))
+            await session.take(1)
+        stopping = asyncio.create_task(_stop(silo, sessions["stays"]))
+        await asyncio.gather(*(each.until(lambda each=each: bool(each.closing)) for each in sessions.values()))
+        sessions["lost"].cancel()
+
+        async def lost() -> Any:
+            return next((each for each in (await caller.get("s")).consumers if each.id == "lost"), None)
+
+        while (found := await lost()) is not None and found.credit_bytes:
+            pass
+        assert found is not None
+        assert found.in_flight_events == 1
+        await sessions["stays"].acknowledge(sessions["stays"].events)
+        await stopping
+
+
+@pytest.mark.one_silo
 async def test_a_silo_that_stops_admits_no_new_consumer(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("s", "n/*")
