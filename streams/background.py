@@ -44,6 +44,16 @@ class BackgroundTasks:
         task.add_done_callback(self._forget)
         return task
 
+    async def finish(self, work: Coroutine[Any, Any, _T], name: str) -> _T:
+        """Await `work` in a task that goes on if the caller is cancelled. The caller gets its error; if the caller is
+        cancelled, its error is logged."""
+        task = self.hold(work, name)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
         _retrieve(task)

@@ -158,7 +158,7 @@ class AgentChanges:
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work` to its end, also if the caller is cancelled."""
-        await asyncio.shield(self._changes.start(work, "headrace change of agents"))
+        await self._changes.finish(work, "headrace change of agents")
 
 
 async def _by_all(

@@ -85,6 +85,20 @@ async def test_the_error_of_a_held_task_is_its_callers(caplog: pytest.LogCapture
 
 
 @virtual_time
+async def test_the_error_of_finished_work_is_logged_only_if_its_caller_is_gone(caplog: pytest.LogCaptureFixture):
+    background = BackgroundTasks()
+    with pytest.raises(StorageError, match="no disk"):
+        await background.finish(fails(StorageError("no disk")), "headrace test")
+    assert caplog.records == []
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await background.finish(fails(StorageError("no disk"), after_s=5), "headrace test")
+    await background.join()
+    [record] = caplog.records
+    assert record.getMessage() == "task 'headrace test' failed: no disk"
+
+
+@virtual_time
 async def test_a_held_task_outlives_its_caller_and_its_error_is_no_warning():
     background, warnings = BackgroundTasks(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: warnings.append(context))

@@ -18,7 +18,7 @@ from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.peers import PeerConnections
-from headrace.streams.errors import Unavailable
+from headrace.streams.errors import StorageError, Unavailable
 from tests.silo.clusters import clustered, queues
 from tests.silo.services.calling import (
     CLUSTER,
@@ -226,6 +226,20 @@ async def test_begun_call_is_finished_though_the_caller_does_not_wait(tmp_path: 
         while (told := await caller.describe()).state != "drained":
             pass
         assert set(states(told)) == {"stopped"}
+
+
+async def test_a_failed_change_is_told_its_caller_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def fail(*_: object) -> None:
+        raise StorageError("no space left")
+
+    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+        monkeypatch.setattr(silo.providers["default"].manager.queue_host, "stop_agents", fail)
+        with pytest.raises(Refused, match="no space left"):
+            await ask(caller, "DrainSilo", pb.DrainSiloRequest())
+        monkeypatch.undo()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def note_counting(silo: Silo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
