@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..streams.arguments import check_integer, refused
+from ..streams.arguments import check_callable, check_integer, refused
 from ..streams.errors import InvalidArgument, PayloadTooLarge
 from ..streams.field_limits import MAX_STATE_VERSION
 
@@ -38,6 +39,9 @@ class StreamState:
             raise refused("format", self.format, "'json' or 'bytes'")
         check_integer("max_bytes", self.max_bytes, 1)
         check_integer("version", self.version, 1, MAX_STATE_VERSION)
+        check_callable("upgrade", self.upgrade)
+        if inspect.iscoroutinefunction(self.upgrade):
+            raise refused("upgrade", self.upgrade, "a plain function: write `def` instead of `async def`")
         if self.ttl is not None and (not isinstance(self.ttl, timedelta) or not timedelta() < self.ttl <= MAX_TTL):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise refused("ttl", self.ttl, f"a timedelta above 0 and up to {MAX_TTL.days:,} days, or None")
 
@@ -52,7 +56,7 @@ class StreamState:
         else:
             try:
                 encoded = msgspec.json.encode(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:  # the last one if it is nested too deeply
                 raise InvalidArgument(f"tx.state cannot be encoded as JSON: {error}") from None
         if len(encoded) > self.max_bytes:
             raise PayloadTooLarge("tx.state", len(encoded), self.max_bytes, "raise StreamState(max_bytes=...)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -10,9 +11,10 @@ from sqlalchemy import Connection, Executable, Result
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from ..streams.arguments import shown
 from ..streams.clock import now_us
 from ..streams.codecs import Codecs
-from ..streams.errors import NotSupported
+from ..streams.errors import InvalidArgument, NotSupported
 from ..streams.events import Event
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
@@ -85,8 +87,11 @@ class Transaction:
 
     async def run(self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return `function(session, ...)`, called with an ORM session in this transaction: in a thread if the engine is
-        an `Engine`, in a greenlet if it is an `AsyncEngine`."""
-        return await self._opened.call_session(function, *args, **kwargs)
+        an `Engine`, in a greenlet if it is an `AsyncEngine`. Raises InvalidArgument for an async function, and if the
+        function returns an awaitable."""
+        returned = await self._opened.call_session(function, *args, **kwargs)
+        _refuse_awaitable(function, returned)
+        return returned
 
     async def publish(
         self,
@@ -139,3 +144,15 @@ class Transaction:
 def _execute(connection: Connection, statement: Executable, parameters: Parameters | None) -> Result[Any]:
     result = connection.execute(statement, parameters)
     return result.freeze()() if result.returns_rows else result
+
+
+def _refuse_awaitable(function: object, returned: object) -> None:
+    """Raise InvalidArgument for a call that has only begun: the body of an async function has not run."""
+    if not inspect.isawaitable(returned) and not inspect.isasyncgen(returned):
+        return
+    if inspect.iscoroutine(returned):
+        returned.close()  # otherwise Python warns that it was never awaited
+    raise InvalidArgument(
+        f"tx.run: {shown(function)} returned a {type(returned).__name__} instead of a result: write `def` instead of "
+        "`async def`, or await it in the handler itself"
+    )

@@ -296,6 +296,29 @@ async def test_wrong_states_are_refused(async_database: UserDatabase):
             StreamState(**wrong)  # pyright: ignore[reportArgumentType]
 
 
+def test_an_upgrade_that_is_async_is_refused():
+    async def upgrade(state: Any, _: int) -> Any:
+        return state
+
+    with pytest.raises(InvalidArgument, match=r"upgrade is .*: expected a plain function: write `def` instead of"):
+        StreamState(upgrade=upgrade)
+    with pytest.raises(InvalidArgument, match="upgrade is 2: expected a function or None"):
+        StreamState(upgrade=2)  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_state_that_is_nested_too_deeply_is_refused(async_database: UserDatabase):
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    async def assign(_: Event, tx: Transaction) -> None:
+        tx.state = deep
+
+    effects, _ = in_scope(async_database, assign, state=KEPT)
+    with pytest.raises(InvalidArgument, match=r"tx\.state cannot be encoded as JSON: maximum recursion depth"):
+        await effects.call(event_at(5))
+
+
 async def test_more_streams_than_are_kept_in_memory(async_database: UserDatabase):
     """Rows that are not in memory are read again."""
     large = "x" * 60_000

@@ -1,8 +1,10 @@
 """Handlers whose effects are applied exactly once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,34 @@ async def test_a_session_works_in_the_transaction(database: UserDatabase):
     with pytest.raises(ValueError):
         await effects.call(event_at(6))
     assert database.log() == ["42@5"]
+
+
+async def test_a_function_that_only_begins_a_call_is_refused(database: UserDatabase):
+    """Otherwise the event would count as applied, without effects. Warnings of coroutines are errors here."""
+
+    async def add(session: Session) -> None:
+        session.execute(_LOG, {"value": "lost"})
+
+    async def add_each(session: Session) -> AsyncIterator[None]:
+        session.execute(_LOG, {"value": "lost"})
+        yield
+
+    def begin(session: Session) -> object:
+        return add(session)
+
+    async def handle(_: Event, tx: Transaction) -> None:
+        await tx.run(function)
+
+    effects, _ = in_scope(database, handle)
+    for function in (add, partial(add), begin, add_each):
+        with pytest.raises(InvalidArgument, match=r"tx\.run: .* instead of a result: write `def` instead of"):
+            await effects.call(event_at(5))
+        with pytest.raises(InvalidArgument, match=r"tx\.run"):
+            async with effects.transaction([event_at(5)], redriven=False) as tx:
+                await tx.run(function)
+    gc.collect()
+    assert database.log() == []
+    assert database.rows("SELECT * FROM headrace_position") == []
 
 
 async def test_results_have_their_rows(database: UserDatabase):
