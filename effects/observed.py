@@ -1,6 +1,8 @@
 """The transaction of a handler, as its driver and SQLAlchemy's events show it.
 
-The handler must not end it: statements that follow would be in another one, without the position of the stream.
+The handler must not end it: statements that follow would be in another one, without the position of the stream. It
+must not set `search_path` or the role of the session: the next transaction on the connection would find another
+position.
 """
 
 from __future__ import annotations
@@ -26,8 +28,19 @@ _END = re.compile(
     rf"{_GAP}*(COMMIT|END|ABORT|PREPARE{_GAP}+TRANSACTION|ROLLBACK(?!{_GAP}+((WORK|TRANSACTION){_GAP}+)?TO\b))\b",
     re.IGNORECASE,
 )
+_SET_FOR_SESSION = re.compile(
+    rf"{_GAP}*(?:(?:SET{_GAP}*(?:SESSION{_GAP}+)?|RESET{_GAP}*)"
+    rf'(?:"?(?:search_path|role|session_authorization)"?(?![\w$.])|SESSION{_GAP}+AUTHORIZATION\b|SCHEMA\b|ALL\b)'
+    rf"|DISCARD{_GAP}+ALL\b)",
+    re.IGNORECASE,
+)
+"""Statements of PostgreSQL. `SET SCHEMA` sets `search_path`."""
 _SAVEPOINT = re.compile(rf"{_GAP}*SAVEPOINT\b", re.IGNORECASE)
 ENDED = "the handler ended its transaction, which belongs to headrace: return to commit, raise to roll back"
+SET_FOR_SESSION = (
+    "the handler sets search_path or the role for longer than its transaction, and headrace's own statements would use "
+    "other tables or rights: write SET LOCAL"
+)
 
 
 class ObservedTransaction:
@@ -74,12 +87,15 @@ class ObservedTransaction:
             raise InvalidArgument(ENDED)
 
     def check_statement(self, statement: str) -> None:
-        """Raise InvalidArgument for a statement that ends the transaction, or after its end. The driver does not show
-        the end by ROLLBACK AND CHAIN: the next transaction is open at once."""
+        """Raise InvalidArgument for a statement that ends the transaction, or after its end, and for one with which the
+        next transaction of the connection would find other tables. The driver does not show the end by ROLLBACK AND
+        CHAIN: the next transaction is open at once."""
         self._observe()
         self.refuse_ended()
         if _END.match(statement):
             raise InvalidArgument(ENDED)
+        if _SET_FOR_SESSION.match(statement):
+            raise InvalidArgument(SET_FOR_SESSION)
 
     def note_error(self, error: SQLAlchemyError, *, is_disconnect: bool) -> None:
         """Note that an error has ended the transaction: with the connection, or because SQLite's disk is full."""

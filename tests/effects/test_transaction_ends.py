@@ -211,6 +211,50 @@ async def test_a_handler_that_ends_the_transaction_fails(either: UserDatabase, w
     assert is_not_applied(either)
 
 
+SETTINGS_OF_THE_SESSION = (
+    "SET search_path TO other",
+    'set/* tenant */"search_path" = other',
+    "SET SESSION search_path TO other",
+    "SET SCHEMA 'other'",
+    "-- tenant\nSET ROLE other",
+    "SET SESSION ROLE other",
+    "SET role = other",
+    "SET SESSION AUTHORIZATION other",
+    "SET SESSION SESSION AUTHORIZATION other",
+    "SET session_authorization TO other",
+    "RESET search_path",
+    "RESET ROLE",
+    "RESET SESSION AUTHORIZATION",
+    "RESET ALL",
+    "DISCARD ALL",
+)
+
+
+async def test_a_setting_that_moves_the_next_position_is_refused(psycopg: UserDatabase):
+    for statement in SETTINGS_OF_THE_SESSION:
+        with pytest.raises(InvalidArgument, match=r"sets search_path or the role .*: write SET LOCAL"):
+            await apply(psycopg, then_write(statement), stateful=False)
+        assert is_not_applied(psycopg)
+
+
+async def test_settings_of_the_transaction_and_other_settings_are_allowed(psycopg: UserDatabase):
+    async def way(tx: Transaction) -> None:
+        await tx.execute(WRITE, FIRST)
+        for statement in (
+            "SET LOCAL search_path TO pg_catalog",
+            "SET LOCAL ROLE NONE",
+            "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED",
+            "SET TIME ZONE 'UTC'",
+            "SET role.mine TO 'other'",
+            "RESET statement_timeout",
+        ):
+            await tx.execute(text(statement))
+
+    await apply(psycopg, way, stateful=False)
+    assert psycopg.log() == ["first"]
+    assert psycopg.rows("SELECT token_offset FROM headrace_position") == [(5,)]
+
+
 async def test_a_commit_of_the_driver_fails_the_event(psycopg: UserDatabase):
     """The position is committed by then, so what follows must not be."""
 
