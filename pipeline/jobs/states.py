@@ -30,20 +30,25 @@ SCHEMA = pa.schema(
 
 def states(database: str, to: Path, *, subscription: str | None = None, origin: str | None = None) -> int:
     """Write the states in the database at a URL of SQLAlchemy into the file `to`, as they are at one moment. Return
-    their number. The file appears when it is complete, and replaces an older one.
+    their number. The file appears when it is complete, and replaces an older one. A symbolic link stays: the file to
+    which it leads is written.
 
-    Raises InvalidArgument for another URL, or if the folder of the file does not exist; NotFound if the database has no
+    Raises InvalidArgument for another URL, if the folder of the file does not exist, or if `to` is anything else than a
+    file, such as a pipe; NotFound if the database has no
     tables for effects; StorageError if it cannot be reached.
     """
-    if not to.parent.is_dir():
-        raise InvalidArgument(f"{to}: the folder {to.parent} does not exist: create it first")
-    unfinished, written = to.with_name(f".{to.name}.{os.getpid()}"), 0
+    target = Path(os.path.realpath(to))
+    if not target.parent.is_dir():
+        raise InvalidArgument(f"{to}: the folder {target.parent} does not exist: create it first")
+    if target.exists() and not target.is_file():
+        raise InvalidArgument(f"{to}: it is no regular file, and would be replaced by one: name another file")
+    unfinished, written = target.with_name(f".{target.name}.{os.getpid()}"), 0
     try:
         with administration.opened(database) as connection, parquet.ParquetWriter(unfinished, SCHEMA) as writer:
             for rows in administration.pages_of_states(connection, subscription, origin, rows=ROWS):
                 writer.write_batch(pa.RecordBatch.from_pylist([_row(each) for each in rows], SCHEMA))
                 written += len(rows)
-        unfinished.replace(to)
+        unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
     return written

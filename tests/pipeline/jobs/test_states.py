@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
+from sqlalchemy import create_engine
 
 from headrace import InvalidArgument, StreamId, StreamState, Transaction
+from headrace.effects import schema
 from headrace.pipeline.jobs.states import ROWS, states
 from tests.effects.conftest import schema_url
 from tests.effects.databases import user_database
@@ -63,3 +66,21 @@ async def test_more_states_than_one_group_has(tmp_path: Path, schema_url: Callab
 def test_a_folder_that_is_missing_is_refused(tmp_path: Path):
     with pytest.raises(InvalidArgument, match="does not exist: create it first"):
         states("sqlite:///user.db", tmp_path / "no" / "states.parquet")
+
+
+def test_a_pipe_is_refused_and_a_link_leads_to_the_file(tmp_path: Path):
+    database, older, link, pipe = (tmp_path / name for name in ("user.db", "older", "link", "pipe"))
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        schema.migrate(connection)
+    engine.dispose()
+    os.mkfifo(pipe)
+    for wrong in (pipe, tmp_path):
+        with pytest.raises(InvalidArgument, match="it is no regular file, and would be replaced by one"):
+            states(f"sqlite:///{database}", wrong)
+    assert pipe.is_fifo()
+    older.write_text("older")
+    link.symlink_to(older)
+    assert exported(f"sqlite:///{database}", link) == []
+    assert link.is_symlink()
+    assert parquet.read_table(older).num_rows == 0
