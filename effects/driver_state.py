@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from ..streams.errors import InvalidArgument
 
-_IDLE, _ACTIVE, IN_ERROR = 0, 1, 3
+IDLE, ACTIVE, IN_ERROR = 0, 1, 3
 """The transaction states `PQTRANS_IDLE`, `PQTRANS_ACTIVE` and `PQTRANS_INERROR` of libpq."""
 CANCEL_S = 2.0
 """How long a cancelled transaction waits for the end of its statement, in seconds."""
@@ -29,7 +29,7 @@ def is_in_transaction(connection: Connection) -> bool | None:
     """Return whether a transaction is open in the database; None if the driver does not report it."""
     status = transaction_status(connection)
     if status is not None:
-        return status != _IDLE
+        return status != IDLE
     driver = connection.connection.driver_connection
     asks = getattr(driver, "is_in_transaction", None)  # asyncpg
     state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
@@ -42,7 +42,7 @@ def has_running_statement(connection: Connection) -> bool:
     lock = getattr(connection.connection.driver_connection, "lock", None)
     # A lock that is free may have waiters: they come before the COMMIT.
     is_used = isinstance(lock, asyncio.Lock) and (lock.locked() or bool(getattr(lock, "_waiters", None)))
-    return is_used or transaction_status(connection) == _ACTIVE
+    return is_used or transaction_status(connection) == ACTIVE
 
 
 def reports_aborted(connection: Connection) -> bool:

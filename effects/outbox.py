@@ -18,14 +18,14 @@ from sqlalchemy.exc import InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
-from ..streams.arguments import check_text
 from ..streams.clock import now_us
 from ..streams.codecs import CodecOption, Codecs, Publishable
 from ..streams.errors import InvalidArgument, StorageError
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
-from .driver_state import refuse_autocommit
+from ..streams.subscriptions import check_provider_name
+from .driver_state import ACTIVE, IDLE, refuse_autocommit
 from .schema import check_dialect, key_of, no_tables, outbox
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ _PUBLISHED_ASYNCPG = "SELECT batch FROM headrace_outbox WHERE provider = $1 ORDE
 
 _UNDEFINED_TABLE, _UNTRANSLATABLE = "42P01", "22P05"
 """SQLSTATE."""
+_NO_PIPELINE = 0
+"""The status `PQ_PIPELINE_OFF` of libpq."""
 
 _BUFFERED = "headrace outbox"
 """Key of `BufferedEvents` in `Session.info`."""
@@ -138,7 +140,7 @@ class Outbox:
 
     def __init__(self, provider: str = "default", *, codec: CodecOption | None = None) -> None:
         """`codec` encodes values, as that of a client: see `Client`. Raises InvalidArgument."""
-        self.provider = check_text("provider", provider)
+        self.provider = check_provider_name(provider)
         self._codecs = Codecs(codec)
 
     @overload
@@ -303,16 +305,33 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         return _insert_by_django(connection, rows)
     if not hasattr(connection, "pgconn"):
         raise _unknown_connection(connection)
-    if connection.autocommit and connection.info.transaction_status == 0:  # 0 is IDLE: no transaction is open
-        raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
+    _refuse_idle(connection)
     if hasattr(connection, "__aenter__"):
         return _insert_by_psycopg_async(connection, rows)
+    if _hides_transaction(connection):
+        with connection.pipeline():
+            pass  # leaving it waits for all results
+        _refuse_idle(connection)
     with _translated_errors(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
             cursor.executemany(_PSYCOPG, rows)
     return None
+
+
+def _refuse_idle(connection: Any) -> None:
+    """Raise InvalidArgument for a connection of psycopg that commits each statement, and shows no open transaction."""
+    if connection.autocommit and connection.info.transaction_status == IDLE:
+        raise InvalidArgument(
+            f"{_kind_of(connection)} commits each statement: publish inside of `with connection.transaction()`"
+        )
+
+
+def _hides_transaction(connection: Any) -> bool:
+    """Return whether psycopg's pipeline mode has results to wait for. Only they show if a transaction is open."""
+    is_piped = connection.pgconn.pipeline_status != _NO_PIPELINE
+    return is_piped and connection.autocommit and connection.info.transaction_status == ACTIVE
 
 
 def _psycopg_cursor(connection: Any, **options: Any) -> Any:
@@ -345,6 +364,10 @@ async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[Outbo
 
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
+    if _hides_transaction(connection):
+        async with connection.pipeline():
+            pass
+        _refuse_idle(connection)
     with _translated_errors():
         async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:

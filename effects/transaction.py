@@ -17,6 +17,7 @@ from ..streams.codecs import Codecs
 from ..streams.errors import InvalidArgument, NotSupported
 from ..streams.events import Event
 from ..streams.identity import StreamId
+from ..streams.subscriptions import check_provider_name
 from ..streams.transactions import EffectScope
 from .database import EffectTransaction
 from .outbox import Events, insert, rows_of
@@ -108,7 +109,8 @@ class Transaction:
 
         Raises InvalidArgument, PayloadTooLarge.
         """
-        rows = rows_of(provider or self._provider, stream, events, Codecs(), delay=delay, priority=priority)
+        chosen = self._provider if provider is None else check_provider_name(provider)
+        rows = rows_of(chosen, stream, events, Codecs(), delay=delay, priority=priority)
         await self._opened.call(insert, rows)
 
     @property

@@ -17,9 +17,9 @@ from ..adapters.log import LogScan
 from ..adapters.log.blocks import COLUMNS_BYTES, HEADER_BYTES
 from ..adapters.log.scan import StoredBlock, StoredBlocks
 from ..balancer import StreamQueueMapper
-from ..store.datadir import check_provider_name, find_data_directory
+from ..store.datadir import find_data_directory
 from ..streams.identity import StreamId
-from ..streams.subscriptions import Selector
+from ..streams.subscriptions import Selector, check_provider_name
 
 
 class RetainedRange(NamedTuple):

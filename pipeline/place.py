@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..store.datadir import check_provider_name, find_data_directory
+from ..store.datadir import find_data_directory
 from ..streams.errors import HeadraceError, InvalidArgument, NotFound
+from ..streams.subscriptions import check_provider_name
 
 if TYPE_CHECKING:
     from ..client.connection import GrpcTransport

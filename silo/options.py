@@ -11,6 +11,7 @@ from ..balancer.mapper import MAX_QUEUES
 from ..streams.arguments import check_constructor, check_instance, check_integer, check_seconds, check_text, refused
 from ..streams.codecs import CodecOption, Codecs
 from ..streams.delays import check_delays
+from ..streams.subscriptions import check_provider_name
 
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
@@ -57,7 +58,7 @@ class ProviderOptions:
     "module:name" of a `Codec`, or a `Codec`; or a mapping from namespaces to these, with "*" for other namespaces."""
 
     def __post_init__(self) -> None:
-        check_text("name", self.name)
+        check_provider_name(self.name)
         if self.adapter is not None:
             check_text("adapter", self.adapter)
         if self.queues is not None:

@@ -27,7 +27,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shlex
 import stat
 import uuid
@@ -46,7 +45,7 @@ from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import FILE_MODE, WIDER, make_directory, opener
 from ..streams.remedies import remedy
-from ..streams.subscriptions import check_stored_name, parent_name
+from ..streams.subscriptions import check_provider_name, check_stored_name, parent_name
 from .write_ahead_log import find_damage
 
 FORMAT = 1
@@ -58,7 +57,6 @@ PERMISSIONS = "HEADRACE_DATA_PERMISSIONS"
 
 log = logging.getLogger("headrace.silo")
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNFINISHED = f".{MARKER}."
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -195,16 +193,6 @@ def check_control(directory: DataDirectory, control: str) -> None:
     """Raise DataDirectoryError if the control data of a directory is not in the database of this URL."""
     marker = _read_marker(directory.path) or b"{}"
     _check_control(directory.path, _check_format(directory.path, marker).get("control"), _shown(control))
-
-
-def check_provider_name(name: str) -> str:
-    """Return `name`, or raise InvalidArgument: it is part of a path."""
-    if not _NAME.fullmatch(name):
-        raise InvalidArgument(
-            f"{name!r} is no provider name: letters, digits, dot, dash and underscore, at most 128, "
-            "starting with a letter or digit"
-        )
-    return name
 
 
 class DirectoryLock:

@@ -50,6 +50,11 @@ def check_subscription_name(name: str) -> str:
     return check_name("subscription name", name)
 
 
+def check_provider_name(name: str) -> str:
+    """Return the name of a provider, or raise InvalidArgument. The name may become a part of a path."""
+    return check_name("provider name", name)
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name`, or raise InvalidArgument. `kind` says in messages what is named."""
     if not _NAME.fullmatch(check_text("name", name)):

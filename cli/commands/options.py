@@ -14,9 +14,9 @@ import click
 import msgspec
 
 from ...silo.addresses import check_store
-from ...store.datadir import MARKER, check_marker_kept, check_provider_name
+from ...store.datadir import MARKER, check_marker_kept
 from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound
-from ...streams.subscriptions import Start
+from ...streams.subscriptions import Start, check_provider_name
 from ...streams.wording import counted
 from .help import SectionedOption
 from .output import note

@@ -166,7 +166,7 @@ def test_version(headrace: Headrace):
         (["publish", "--data", "d", "--stream", "a/b", "--option", "retain_age_s=1d"],
          "adapter 'log': retain_age_s = \"1d\": expected a number > 0"),
         (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is not a subscription name"),
-        (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is no provider name"),
+        (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is not a provider name"),
         (["publish", "--data", "d", "--stream", "a/b", "--option", f"x={'[' * 20_000}"],
          "--option x: the JSON is nested too deeply"),
         (["cluster", "stop-agents", "--server", "localhost:1", "--queue", "99999999999999999999"],

@@ -33,6 +33,7 @@ from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.producer_ledger import LastCall
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, user_database
+from tests.effects.test_transactional_handlers import event_at, in_scope
 
 STREAM = StreamId("orders", "42")
 OUTBOX = Outbox()
@@ -256,6 +257,28 @@ async def test_connections_that_commit_each_statement_are_refused(postgres: User
     with pytest.raises(InvalidArgument, match="expected a connection or session"):
         OUTBOX.publish(STREAM, b"lost", connection=7)  # pyright: ignore[reportCallIssue, reportArgumentType]
     assert rows(postgres) == 0
+
+
+async def test_a_pipeline_of_psycopg_needs_a_transaction_too(postgres: UserDatabase):
+    """In a pipeline, psycopg does not know about a transaction before its results arrive."""
+
+    def sync() -> None:
+        with psycopg.connect(postgres.url, autocommit=True) as connection, connection.pipeline():
+            connection.execute("BEGIN")
+            OUTBOX.publish(STREAM, b"kept", connection=connection)
+            connection.execute("COMMIT")
+            with pytest.raises(InvalidArgument, match="commits each statement"):
+                OUTBOX.publish(STREAM, b"lost", connection=connection)
+
+    await asyncio.to_thread(sync)
+    connect = psycopg.AsyncConnection.connect
+    async with await connect(postgres.url, autocommit=True) as connection, connection.pipeline():
+        await connection.execute("BEGIN")
+        await OUTBOX.publish(STREAM, b"kept", connection=connection)
+        await connection.execute("COMMIT")
+        with pytest.raises(InvalidArgument, match="commits each statement"):
+            await OUTBOX.publish(STREAM, b"lost", connection=connection)
+    assert (await moved(postgres)).payloads() == [b"kept", b"kept"]
 
 
 async def test_a_handler_publishes_with_its_effects(async_database: UserDatabase, tmp_path: Path):
@@ -674,6 +697,20 @@ async def test_a_provider_of_another_name_gets_its_events_alone(async_database: 
         Outbox("other").publish(STREAM, b"for other", connection=connection)
         OUTBOX.publish(STREAM, b"for default", connection=connection)
     assert (await moved(async_database)).payloads() == [b"for default"]
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "\ud800", "n" * 129, "a b"])
+async def test_a_name_that_no_provider_has_is_refused(tmp_path: Path, schema_url: Callable[[], str], name: str):
+    with pytest.raises(InvalidArgument, match="is not a provider name"):
+        Outbox(name)
+
+    async def publish(_: Event, tx: Transaction) -> None:
+        await tx.publish(STREAM, b"lost", provider=name)
+
+    async with user_database("aiosqlite", str(tmp_path / "user.db"), schema_url) as database:
+        effects, _ = in_scope(database, publish)
+        with pytest.raises(InvalidArgument, match="is not a provider name"):
+            await effects.call(event_at(5))
 
 
 async def test_more_rows_than_one_release_has(async_database: UserDatabase):

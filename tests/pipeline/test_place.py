@@ -51,7 +51,7 @@ WRONG: Mapping[str, tuple[Mapping[str, str], str]] = {
     "a token for data": ({"data": "d", "token": TOKEN}, "option 'token' is for 'server', not for 'data'"),
     "TLS for data": ({"data": "d", "tlsCA": "f"}, "option 'tlsCa' is for 'server', not for 'data'"),
     "no address": ({"server": "nowhere"}, "option 'server': 'nowhere' is no address: write it as host:port"),
-    "a bad provider": ({"data": "d", "provider": "../x"}, "option 'provider': '../x' is no provider name"),
+    "a bad provider": ({"data": "d", "provider": "../x"}, "option 'provider': '../x' is not a provider name"),
     "an empty token": (
         {"server": "a:1", "token": "", "tls": "true"},
         "option 'token': the token is empty, or has characters",

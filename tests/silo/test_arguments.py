@@ -272,6 +272,8 @@ async def test_a_wrong_argument_is_refused(either: Any, call: Callable[[Any], Aw
         ({"queues": "8"}, "queues is '8': expected an integer from 1 to 1,024"),
         ({"queues": 0}, "queues is 0: expected an integer from 1 to 1,024"),
         ({"name": 5}, "name is 5: expected a str"),
+        ({"name": "", "adapter": "memory"}, "'' is not a provider name: letters, digits, dot, dash and underscore"),
+        ({"name": "\ud800", "adapter": "memory"}, r"'\\ud800' is not a provider name"),
         ({"adapter": 5}, "adapter is 5: expected a str"),
         ({"options": "url=x"}, "options is 'url=x': expected a mapping of the adapter's options"),
         ({"cache": 5}, "cache is 5: expected a CacheOptions"),

@@ -239,7 +239,7 @@ def test_a_read_only_data_directory_is_refused(public_path: Path):
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".", "..", "-x", "n" * 129])
 def test_a_provider_name_cannot_leave_its_directory(tmp_path: Path, name: str):
-    with pytest.raises(InvalidArgument, match="is no provider name"):
+    with pytest.raises(InvalidArgument, match="is not a provider name"):
         open_data_directory(tmp_path).provider_dir(name)
 
 
