@@ -203,14 +203,10 @@ class Router:
             if link.is_open:
                 link.close()
             elif link.has_begun:  # the silo may send events: if it answers soon, `_opened` closes the session in order
-                self._loop.call_later(OPENING_S, self._give_up, link, task)
+                self._loop.call_later(OPENING_S, _give_up, link, task)
             else:
                 task.cancel()
         self._turn.set()
-
-    def _give_up(self, link: SiloLink, task: asyncio.Task[HeadraceError | None]) -> None:
-        if not link.is_open:
-            task.cancel()
 
     async def run(self) -> None:
         """Keep the sessions until `close`. Raise the HeadraceError that ended them for good."""
@@ -377,3 +373,9 @@ class Router:
         if isinstance(error, Fenced) and opens and not self._stays_direct:
             return False  # the session that is opening may have replaced this one: its silo is not known yet
         return link.is_open or not link.expected or self._stays_direct
+
+
+def _give_up(link: SiloLink, task: asyncio.Task[HeadraceError | None]) -> None:
+    """Its silo has not answered yet."""
+    if not link.is_open:
+        task.cancel()

@@ -36,6 +36,13 @@ def is_in_transaction(connection: Connection) -> bool | None:
     return state if isinstance(state, bool) else None
 
 
+def begin_writing(connection: Connection) -> None:
+    """Begin a transaction of SQLite that writes. By itself, Python's driver begins it only at the first INSERT, UPDATE
+    or DELETE: what is read before that may be out of date, and a CREATE before that is committed at once."""
+    if is_in_transaction(connection) is False:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
 def has_running_statement(connection: Connection) -> bool:
     """Return whether psycopg executes a statement, or one waits for psycopg's lock. asyncpg refuses a COMMIT then, and
     a statement that fails in SQLite does not undo the others."""

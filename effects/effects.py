@@ -17,8 +17,8 @@ from ..streams.errors import InvalidArgument, Unavailable
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
-from .database import EffectDatabase, database_of
-from .driver_state import refuse_autocommit
+from .database import EffectDatabase, EffectTransaction, database_of
+from .driver_state import begin_writing, refuse_autocommit
 from .failed_events import RedriveDecision, token_of
 from .outages import is_conflict, is_outage, outages, unavailable
 from .positions import AppliedPosition, EncodedState, LaterGenerationError, StreamPosition
@@ -310,11 +310,19 @@ class EffectsInScope:
     @asynccontextmanager
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
-        async with self._slots.one(), self._database.transaction() as transaction:
+        async with self._slots.one(), self._transaction() as transaction:
             state = None if self._state_options is None else HandlerState(self._state_options, None)
             yield Transaction(transaction, self._scope, state, ())
 
     # ---- one transaction -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncGenerator[EffectTransaction]:
+        """Open a transaction whose first statement does not write the position."""
+        async with self._database.transaction() as transaction:
+            if self._database.engine.dialect.name == "sqlite":
+                await transaction.call(begin_writing)
+            yield transaction
 
     @asynccontextmanager
     async def _opened_in_generation(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
@@ -337,7 +345,7 @@ class EffectsInScope:
     @asynccontextmanager
     async def _applying_nothing(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies none of these events, and reads the state of their stream."""
-        async with self._database.transaction() as transaction:
+        async with self._transaction() as transaction:
             state, options = None, self._state_options
             if options is not None:
                 state = HandlerState(options, await transaction.call(self._position(events[0]).find))
@@ -381,7 +389,7 @@ class EffectsInScope:
         position, stream = self._position(events[0]), _stream_of(events[0])
         row, next_row = self._known.get(stream), None
         try:
-            async with self._database.transaction() as transaction:
+            async with self._transaction() as transaction:
                 row = row or await transaction.call(position.find)
                 unapplied = position.after(row, events)
                 if row is not None and row.unapplied:

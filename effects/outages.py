@@ -15,8 +15,9 @@ from .schema import GRANT
 
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
-_OUTAGES = ("08", "53", "57P", "55P03", "25006")
-"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
+_OUTAGES = ("08", "53", "57P", "55P03", "25006", "28", "3D")
+"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server, a
+refused role, an unknown database."""
 _NO_RIGHT, _NO_LOCK = "42501", "55P03"
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,

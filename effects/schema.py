@@ -34,7 +34,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.identity import StreamId
-from .driver_state import is_in_transaction
+from .driver_state import begin_writing
 
 MAX_KEY = 1000
 """Longest stream that is stored as it is, in characters. PostgreSQL's indexes take keys of up to 2,700 bytes."""
@@ -209,8 +209,8 @@ def migrate(connection: Connection) -> bool:
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     version = _version(connection)
-    if version != VERSION and connection.dialect.name == "sqlite" and is_in_transaction(connection) is False:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the drivers of SQLite commit each CREATE otherwise
+    if version != VERSION and connection.dialect.name == "sqlite":
+        begin_writing(connection)
         version = _version(connection)
     if version is None:
         for statement in _creations(connection.dialect.name):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..agents import DeliveryService, HandlerService
 from ..streams.arguments import check_seconds
 from ..streams.background import BackgroundTasks
-from ..streams.errors import NotSupported
+from ..streams.errors import InvalidArgument, NotSupported
 from ..streams.handlers import SubscriptionDeclaration
 from .event_publisher import EventPublisher
 from .handler_services import handler_service
@@ -54,7 +54,10 @@ class ProviderCore(EventPublisher, SubscriptionHost):
 
         if not self.adapter.capabilities.idempotent:
             raise NotSupported(f"provider {self.name!r}: an outbox needs an adapter with idempotent producers")
-        self.outbox = await OutboxService.opened(url, self)
+        try:
+            self.outbox = await OutboxService.opened(url, self)
+        except (InvalidArgument, NotSupported) as error:
+            raise type(error)(f"provider {self.name!r}: {error}", option="outbox") from None
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
         """Stop reading, give running handlers `drain_s` seconds to end, save their progress, and close. Idempotent."""

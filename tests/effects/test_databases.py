@@ -276,6 +276,17 @@ async def test_a_server_that_is_read_only_is_not_the_events_fault(kind: str, sch
         await close(made)
 
 
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_an_unknown_database_or_role_is_told_in_one_line(kind: str, schema_url: Callable[[], str]):
+    async with user_database(kind, "", schema_url) as database:
+        url = make_url(database.url)
+        for wrong in (url.set(database="missing"), url.set(username="nobody")):
+            made = engine(kind, wrong.render_as_string(hide_password=False))
+            with pytest.raises(Unavailable, match=r"the database of the effects is not available: .*(missing|nobody)"):
+                await Effects(made).check()
+            await close(made)
+
+
 async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path: Path):
     """Otherwise the record would say that events are skipped, though they are applied later."""
     gaps: list[str] = []

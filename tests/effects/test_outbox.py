@@ -28,7 +28,7 @@ from headrace.effects.outbox import lane_of
 from headrace.effects.schema import migrate
 from headrace.silo.outbox import COUNT_S, OutboxService
 from headrace.streams.background import BackgroundTasks
-from headrace.streams.errors import NotFound, StorageError
+from headrace.streams.errors import HeadraceError, NotFound, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.producer_ledger import LastCall
 from tests.client.consumers import until
@@ -811,3 +811,10 @@ async def test_the_storm_finds_a_cursor_over_ids(postgres: UserDatabase):
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     assert len(seen) < sum(map(len, expected.values())) == rows(postgres)
+
+
+@pytest.mark.parametrize("url", ["shop.db", "mysql://a/b"])
+async def test_a_wrong_url_of_an_outbox_names_the_option(tmp_path: Path, url: str):
+    with pytest.raises(HeadraceError, match=r"^outbox: provider 'default': "):
+        async with Provider.open(tmp_path, outbox=url):
+            pass

@@ -1,8 +1,11 @@
 """The state of a stream, in the row of its position."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -371,3 +374,22 @@ async def test_prune_counts_an_event_that_fails_meanwhile(schema_url: Callable[[
         await effects.call(event_at(6))  # after a crash, its dead letter is stored already
         await effects.redrive(event_at(6))
         assert database.log() == ["42@6"]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "aiosqlite"])
+async def test_a_handler_with_state_reads_and_creates_in_its_transaction(kind: str, tmp_path: Path):
+    """By itself, the driver begins the transaction only with the first INSERT, UPDATE or DELETE."""
+
+    async def fail(_: Event, tx: Transaction) -> None:
+        await tx.execute(text("SELECT * FROM log"))
+        with closing(sqlite3.connect(tmp_path / "user.db", timeout=0)) as other:
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                other.execute("INSERT INTO log (value) VALUES ('other')")
+        await tx.execute(text("CREATE TABLE made (id INTEGER)"))
+        raise ValueError("on purpose")
+
+    async with user_database(kind, str(tmp_path / "user.db"), lambda: "") as database:
+        effects, _ = in_scope(database, fail, state=KEPT)
+        with pytest.raises(ValueError, match="on purpose"):
+            await effects.call(event_at(5))
+        assert database.rows("SELECT name FROM sqlite_master WHERE name = 'made'") == []
