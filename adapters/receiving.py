@@ -16,10 +16,10 @@ LOST_END = "the queue lost its end"
 
 
 class LostEndError(StorageError):
-    """A queue that other machines keep ends before the position of its reader, because they lost its last batches."""
+    """The position of a reader is past the end of its queue: the servers lost the last batches."""
 
     def __init__(self, problem: str, *, end: int) -> None:
-        """`end`: where the queue ended when this was noticed. New batches are stored from there on."""
+        """`end`: the first lost offset. New batches get offsets from there on."""
         super().__init__(problem)
         self.end = end
 

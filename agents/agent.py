@@ -14,9 +14,10 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
-from ..adapters.receiving import Gap
+from ..adapters.receiving import LOST_END, Gap
 from ..adapters.seam import QueueAdapter
 from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError, StorageError
@@ -92,6 +93,7 @@ class PullingAgent:
         """The first main feed may start below the position; after a failure or a stall there, the next ones do not."""
         self._closed = False
         self._fault = ""
+        self._lost_from = inf
 
     # ---- deliveries come and go ------------------------------------------------------------------------------------
 
@@ -178,6 +180,7 @@ class PullingAgent:
         position, start = 0, None
         if self._rewindable:
             bounds = await self._adapter.bounds(self.queue)
+            self.note_lost_end(bounds.next)
             position, start = self._start(0), self._start(self._limits.max_events if self._is_first_start else 0)
             start = max(start, min(position, bounds.first))  # what is gone before is missing in the catch-ups alone
         receiver = await self._adapter.open_receiver(self.queue, start)
@@ -243,8 +246,7 @@ class PullingAgent:
 
     def _place(self, delivery: Delivery) -> None:
         """Join the main feed if its cache reaches back far enough, otherwise catch up."""
-        main = self.main
-        assert main is not None
+        assert (main := self.main) is not None
         if not self._rewindable:
             self._skip_what_is_gone(delivery, main.cache.first_offset)
         progress = delivery.progress
@@ -253,8 +255,7 @@ class PullingAgent:
         self._catch_up(delivery)
 
     def _skip_what_is_gone(self, delivery: Delivery, first: int) -> None:
-        """A queue that cannot rewind begins at `first`: record a gap for the events below it that a delivery still
-        needs."""
+        """A queue that cannot rewind begins at `first`: record a gap for the events below it."""
         if delivery.progress.watermark < first:
             self.missing([delivery], Gap(delivery.progress.watermark, first, "the queue no longer has them"))
             delivery.progress.skip(first)
@@ -286,11 +287,15 @@ class PullingAgent:
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
         for delivery in deliveries:
             if gap.high > delivery.progress.watermark:
-                self.record_gap(delivery, gap)
+                delivery.counts.gaps += 1
+                self._on_gap(delivery, gap)
 
-    def record_gap(self, delivery: Delivery, gap: Gap) -> None:
-        delivery.counts.gaps += 1
-        self._on_gap(delivery, gap)
+    def note_lost_end(self, end: int) -> None:
+        """Record the first lost offset. Subscriptions step back to it when the provider is opened again."""
+        past = [delivery for delivery in self.deliveries.values() if delivery.progress.position > end]
+        for delivery in past if end < self._lost_from else ():
+            self._lost_from = end
+            self._on_gap(delivery, Gap(end, delivery.progress.position, LOST_END))
 
     # ---- statistics ------------------------------------------------------------------------------------------------
 

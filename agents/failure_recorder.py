@@ -42,12 +42,14 @@ class FailureRecorder:
         await self._store.add_gaps(records, _epoch(delivery), self._leases)
 
     def record_gap(self, delivery: Delivery, gap: Gap) -> GapRecord:
-        """Log a gap, and keep its record until `save_gaps`."""
-        log.error(
-            "subscription %r misses offsets %d to %d of queue %d: %s",
-            delivery.name, gap.low, max(gap.low, gap.high - 1), delivery.queue, gap.reason,
-        )  # fmt: skip
-        low = gap.low if gap.reason == LOST_END else max(gap.low, delivery.progress.watermark)
+        """Log a gap, and keep its record until `save_gaps`. A lost end is logged as an error of the queue."""
+        low = gap.low
+        if gap.reason != LOST_END:
+            log.error(
+                "subscription %r misses offsets %d to %d of queue %d: %s",
+                delivery.name, gap.low, max(gap.low, gap.high - 1), delivery.queue, gap.reason,
+            )  # fmt: skip
+            low = max(gap.low, delivery.progress.watermark)
         record = self._gap_record(delivery, None, SequenceToken(low), SequenceToken(gap.high), gap.reason)
         self._gaps.setdefault((delivery.name, _epoch(delivery)), []).append(record)
         return record

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
 
-from ..adapters.receiving import LOST_END, Gap, LostEndError, QueueReceiver, Received
+from ..adapters.receiving import Gap, LostEndError, QueueReceiver, Received
 from ..streams.backoff import Backoff
 from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.events import EventBatch
@@ -49,8 +49,8 @@ class FeedOwner(Protocol):
         """Report that the queue no longer has the offsets of `gap`."""
         ...
 
-    def record_gap(self, delivery: Delivery, gap: Gap) -> None:
-        """Record a gap of one delivery."""
+    def note_lost_end(self, end: int) -> None:
+        """The queue lost its end, and gives the offsets from `end` on again."""
         ...
 
     def relieve(self, feed: Feed) -> None:
@@ -83,7 +83,6 @@ class Feed:
         self.damage: CorruptRecord | None = None
         """The damaged record that stops reading at present."""
         self.throttled = False
-        self._has_lost_end = False
         self._holes: list[Gap] = []
         """Gaps between the batches of the cache. A delivery that joins before one of them misses these events, too."""
         self._check_s = check_s
@@ -109,6 +108,8 @@ class Feed:
             except Closed:
                 return
             except StorageError as error:
+                if isinstance(error, LostEndError):
+                    self.owner.note_lost_end(error.end)
                 await self._back_off(error, backoff.next_s())
                 continue
             if self._failure is not None:
@@ -170,22 +171,12 @@ class Feed:
         self.owner.received.errors += 1
         if self.fault != str(error):
             log.warning("queue %d cannot be read, trying again in %.2f s: %s", self.owner.queue, seconds, error)
-        if isinstance(error, LostEndError) and not self._has_lost_end:
-            self._has_lost_end = True
-            self._record_lost_end(error.end)
         self.fault = str(error)
         self.damage = error if isinstance(error, CorruptRecord) else None
         if self.damage is not None:
             for delivery in self.deliveries:
                 self.meet_damage(delivery, self.damage)
         await asyncio.sleep(seconds)
-
-    def _record_lost_end(self, end: int) -> None:
-        """Record where the queue ended. When the provider is opened again, its subscriptions step back to there: until
-        then, new batches are stored between there and their positions."""
-        for delivery in self.deliveries:
-            if (position := delivery.progress.position) > end:
-                self.owner.record_gap(delivery, Gap(end, position, LOST_END))
 
     def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
         """A delivery cannot pass the damaged record: wake the tasks that wait for its progress."""

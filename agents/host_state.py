@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from ..adapters.receiving import Gap
+from ..adapters.receiving import LOST_END, Gap
 from ..adapters.seam import QueueAdapter
 from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
@@ -91,7 +91,7 @@ class HostState:
 
     def _record_gap(self, delivery: Delivery, gap: Gap) -> None:
         record = self.recorder.record_gap(delivery, gap)
-        if (served := self.served.get(delivery.name)) is not None:
+        if gap.reason != LOST_END and (served := self.served.get(delivery.name)) is not None:
             served.service.gap(record)
         self.note_change()
 

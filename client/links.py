@@ -96,7 +96,7 @@ class SiloLink:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its call has begun: the silo may have heard of it."""
+        """Whether the call has begun, so that the silo may know the session."""
         return self._call is not None
 
     def wake(self) -> None:

@@ -331,11 +331,11 @@ class Router:
         self._backoff.reset()
         self._attempts = 0
         self._was_open = True
-        if not self._is_open:
-            self._is_open = True
-            self._on_open()
         if self._closing:
             link.close()
+        elif not self._is_open:
+            self._is_open = True
+            self._on_open()
         self._turn.set()
 
     def _lose(self, link: SiloLink, error: HeadraceError) -> None:
@@ -344,12 +344,14 @@ class Router:
         now = self._loop.time()
         if (owner := self._owners.get(link.expected or link.silo)) is not None:
             owner.failed(now)
-        if self._is_for_good(link, owner, error) or (self._closing and link.is_open):
+        if self._closing and not link.is_open:
+            return  # it would end the other sessions, which may still save something
+        if self._is_for_good(link, owner, error) or self._closing:
             self._error = self._error or error
             return
         if link.is_open or not link.expected:
             log.debug("the session with silo %s ended: %s", link.silo, error)
-        if self._links.open or self._closing:
+        if self._links.open:
             return
         if self._is_open:
             self._is_open = False
@@ -376,6 +378,6 @@ class Router:
 
 
 def _give_up(link: SiloLink, task: asyncio.Task[HeadraceError | None]) -> None:
-    """Its silo has not answered yet."""
+    """Cancel a session that is still opening."""
     if not link.is_open:
         task.cancel()

@@ -38,7 +38,9 @@ def is_in_transaction(connection: Connection) -> bool | None:
 
 def begin_writing(connection: Connection) -> None:
     """Begin a transaction of SQLite that writes. By itself, Python's driver begins it only at the first INSERT, UPDATE
-    or DELETE: what is read before that may be out of date, and a CREATE before that is committed at once."""
+    or DELETE: reads before that may be stale, and a CREATE is committed at once."""
+    if getattr(connection.connection.dbapi_connection, "isolation_level", "") is None:
+        connection.exec_driver_sql("SELECT 1")  # a listener of the user may begin the transaction
     if is_in_transaction(connection) is False:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 

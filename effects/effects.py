@@ -310,15 +310,15 @@ class EffectsInScope:
     @asynccontextmanager
     async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
-        async with self._slots.one(), self._transaction() as transaction:
+        async with self._slots.one(), self._database.transaction() as transaction:
             state = None if self._state_options is None else HandlerState(self._state_options, None)
             yield Transaction(transaction, self._scope, state, ())
 
     # ---- one transaction -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncGenerator[EffectTransaction]:
-        """Open a transaction whose first statement does not write the position."""
+    async def _reading_transaction(self) -> AsyncGenerator[EffectTransaction]:
+        """Open a transaction that reads first. In SQLite, begin it with BEGIN IMMEDIATE."""
         async with self._database.transaction() as transaction:
             if self._database.engine.dialect.name == "sqlite":
                 await transaction.call(begin_writing)
@@ -345,7 +345,7 @@ class EffectsInScope:
     @asynccontextmanager
     async def _applying_nothing(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies none of these events, and reads the state of their stream."""
-        async with self._transaction() as transaction:
+        async with self._reading_transaction() as transaction:
             state, options = None, self._state_options
             if options is not None:
                 state = HandlerState(options, await transaction.call(self._position(events[0]).find))
@@ -389,7 +389,7 @@ class EffectsInScope:
         position, stream = self._position(events[0]), _stream_of(events[0])
         row, next_row = self._known.get(stream), None
         try:
-            async with self._transaction() as transaction:
+            async with self._reading_transaction() as transaction:
                 row = row or await transaction.call(position.find)
                 unapplied = position.after(row, events)
                 if row is not None and row.unapplied:

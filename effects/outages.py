@@ -15,9 +15,10 @@ from .schema import GRANT
 
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
-_OUTAGES = ("08", "53", "57P", "55P03", "25006", "28", "3D")
-"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server, a
-refused role, an unknown database."""
+_OUTAGES = ("08", "53", "57P", "55P03", "25006")
+"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
+_REFUSED_CONNECTIONS = ("28", "3D")
+"""A refused role, an unknown database."""
 _NO_RIGHT, _NO_LOCK = "42501", "55P03"
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
@@ -42,9 +43,10 @@ def outages() -> Generator[None]:
     try:
         yield
     except (SQLAlchemyError, OSError) as error:
-        if isinstance(error, OSError) or tells_outage(error):
+        state = sqlstate(error) if isinstance(error, DBAPIError) else ""
+        if isinstance(error, OSError) or tells_outage(error) or state.startswith(_REFUSED_CONNECTIONS):
             raise unavailable(error) from error
-        if isinstance(error, DBAPIError) and sqlstate(error) == _NO_RIGHT:
+        if state == _NO_RIGHT:
             raise InvalidArgument(f"the database of the effects: {first_line(error)}: {GRANT}") from error
         raise
 

@@ -77,7 +77,10 @@ class StreamState:
                 f"the stored state has version {version}, and this handler has version {self.version}: give "
                 "StreamState an `upgrade` function"
             )
-        return self.upgrade(value, version)
+        upgraded = self.upgrade(value, version)
+        if inspect.isawaitable(upgraded):
+            raise refused("upgrade", self.upgrade, "a plain function: write `def` instead of `async def`")
+        return upgraded
 
     def expires_at_us(self, now_us: int) -> int | None:
         """Return the end of the time to live of a state that is assigned now."""

@@ -149,12 +149,12 @@ def _execute(connection: Connection, statement: Executable, parameters: Paramete
 
 
 def _refuse_awaitable(function: object, returned: object) -> None:
-    """Raise InvalidArgument for a call that has only begun: the body of an async function has not run."""
-    if not inspect.isawaitable(returned) and not inspect.isasyncgen(returned):
+    """Raise InvalidArgument if the body of `function` has not run: it is async, or a generator."""
+    if not (inspect.isawaitable(returned) or inspect.isasyncgen(returned) or inspect.isgenerator(returned)):
         return
     if inspect.iscoroutine(returned):
         returned.close()  # otherwise Python warns that it was never awaited
     raise InvalidArgument(
-        f"tx.run: {shown(function)} returned a {type(returned).__name__} instead of a result: write `def` instead of "
-        "`async def`, or await it in the handler itself"
+        f"tx.run: {shown(function)} returned a {type(returned).__name__} instead of a result: write a plain "
+        "function, without `async` and `yield`, or await it in the handler itself"
     )

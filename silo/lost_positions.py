@@ -53,8 +53,9 @@ async def _step_back_from_lost_ends(provider: SubscriptionHost) -> None:
         if not lost:
             continue
         reason = "the queue lost its end in a crash of the machine, or in a failover"
-        known = await provider.store.gaps(provider.name, definition.name)
-        to = {queue: _lost_from(known, queue, cp.next_offset, ends[queue]) for queue, cp in lost.items()}
+        recorded = await provider.store.gaps(provider.name, definition.name)
+        since_us = await provider.store.generation(provider.name, definition.name)  # a time; earlier records are healed
+        to = {queue: first_lost_offset(recorded, queue, ends[queue], since_us) for queue in lost}
         back: dict[int, Checkpoint] = {
             queue: Checkpoint(to[queue], {s: b for s, b in cp.behind.items() if b.token.offset < to[queue]})
             for queue, cp in lost.items()
@@ -73,11 +74,9 @@ async def _step_back_from_lost_ends(provider: SubscriptionHost) -> None:
                 await provider.store.add_gaps(gaps)
 
 
-def _lost_from(gaps: Sequence[GapRecord], queue: int, position: int, end: int) -> int:
-    """Return the first offset that a queue gave again. If a reader noticed the loss at a lower end than the present
-    one, the events that were stored since then are below the present one."""
-    noticed = [
-        gap.low.offset for gap in gaps
-        if gap.queue == queue and gap.reason == LOST_END and gap.high.offset >= position
-    ]  # fmt: skip
-    return min([end, *noticed])
+def first_lost_offset(recorded: Sequence[GapRecord], queue: int, end: int, since_us: int) -> int:
+    """Return the offset to step back to: the lowest end that a reader recorded after `since_us`, or the present end."""
+    ends = [
+        gap.low.offset for gap in recorded if gap.queue == queue and gap.reason == LOST_END and gap.at_us > since_us
+    ]
+    return min([end, *ends])

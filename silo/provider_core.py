@@ -53,7 +53,9 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         from .outbox import OutboxService  # noqa: PLC0415 (it loads drivers of databases)
 
         if not self.adapter.capabilities.idempotent:
-            raise NotSupported(f"provider {self.name!r}: an outbox needs an adapter with idempotent producers")
+            raise NotSupported(
+                f"provider {self.name!r}: an outbox needs an adapter with idempotent producers", option="outbox"
+            )
         try:
             self.outbox = await OutboxService.opened(url, self)
         except (InvalidArgument, NotSupported) as error:

@@ -241,14 +241,13 @@ class SubscriptionHost(QueuePositions):
         return await self.store.resume(self.name, name, stream)
 
     async def _resume_here(self, deliveries: Sequence[Delivery], stream: StreamId) -> bool:
-        """Return when it is stored that the stream goes on: else a kill would pause it again."""
+        """Resume the stream, and store that. Return False if it is not paused."""
         if any(delivery.over for delivery in deliveries):
             raise _not_served(stream)
         resumed = [delivery for delivery in deliveries if delivery.retries.resume(stream)]
-        if resumed:
-            await self.manager.checkpointer.save()
-            if any(delivery.lost for delivery in resumed):
-                raise _not_served(stream)
+        await self.manager.checkpointer.save()  # also of an earlier call, whose save failed
+        if any(delivery.lost for delivery in resumed):
+            raise _not_served(stream)
         return bool(resumed)
 
     async def delete_subscription(self, name: str) -> None:

@@ -11,7 +11,7 @@ from ..streams.errors import Fenced, InvalidArgument, NotFound
 from ..streams.identity import StreamId
 from ..streams.subscriptions import DeadLetter, GapRecord, Selector
 from .rows import dead_letter_of, dead_letter_row, gap_of, gap_row, printable
-from .schema import LETTER_IDENTITY, dead_letters, gaps
+from .schema import GAP_IDENTITY, LETTER_IDENTITY, dead_letters, gaps
 from .store_part import (
     IDS_AT_ONCE,
     ReadRows,
@@ -286,7 +286,11 @@ def _add_gaps(
     _require_epoch(connection, records, epoch)
     require_leases(connection, records, held)
     if records:
-        statement = insert_into(connection, gaps).on_conflict_do_nothing()
+        inserted = insert_into(connection, gaps)
+        # The same offsets may be lost again, for another reason: then the last one counts.
+        changed = {name: inserted.excluded[name] for name in ("reason", "at_us")}
+        is_other = gaps.c.reason != inserted.excluded.reason
+        statement = inserted.on_conflict_do_update(index_elements=GAP_IDENTITY, set_=changed, where=is_other)
         connection.execute(statement, [gap_row(record) for record in records])
 
 

@@ -145,6 +145,11 @@ dead_letters = Table(
 )
 """`attributes` is JSON: {"id": text or null, "headers": {name: value}}."""
 
+GAP_IDENTITY = (
+    "provider", "subscription", "queue", "stream", "low_offset", "low_index", "high_offset", "high_index",
+)  # fmt: skip
+"""The columns that tell gap records apart."""
+
 gaps = Table(
     "gaps",
     metadata,
@@ -159,9 +164,7 @@ gaps = Table(
     Column("high_index", BigInteger, nullable=False),
     Column("reason", Text, nullable=False),
     Column("at_us", BigInteger, nullable=False),
-    UniqueConstraint(
-        "provider", "subscription", "queue", "stream", "low_offset", "low_index", "high_offset", "high_index"
-    ),
+    UniqueConstraint(*GAP_IDENTITY),
     sqlite_autoincrement=True,
 )
 

@@ -148,7 +148,7 @@ class QueueReads:
             if position == facts.next:
                 return Fetched((), position, time_us=facts.time_us if position else None)
             if position > facts.next:
-                # Blocks that were stored later than the one before `position` are new.
+                # The block before `position` was the last one read: later blocks are new.
                 since_us = None if before_us is None else before_us + 1
                 end = facts.next if since_us is None else await self._offset_at(connection, queue, since_us)
                 raise _lost_end(queue, position, facts.next, min(end, facts.next))

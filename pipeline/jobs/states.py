@@ -30,17 +30,15 @@ SCHEMA = pa.schema(
 
 def states(database: str, to: Path, *, subscription: str | None = None, origin: str | None = None) -> int:
     """Write the states in the database at a URL of SQLAlchemy into the file `to`, as they are at one moment. Return
-    their number. The file appears when it is complete, and replaces an older one. A symbolic link stays: the file to
-    which it leads is written.
+    their number. The file appears when it is complete, and replaces an older one. A symbolic link is followed.
 
     Raises InvalidArgument for another URL, if the folder of the file does not exist, or if `to` is anything else than a
-    file, such as a pipe; NotFound if the database has no
-    tables for effects; StorageError if it cannot be reached.
+    file, such as a pipe; NotFound if the database has no tables for effects; StorageError if it cannot be reached.
     """
     target = Path(os.path.realpath(to))
     if not target.parent.is_dir():
         raise InvalidArgument(f"{to}: the folder {target.parent} does not exist: create it first")
-    if target.exists() and not target.is_file():
+    if to.exists() and not to.is_file():
         raise InvalidArgument(f"{to}: it is no regular file, and would be replaced by one: name another file")
     unfinished, written = target.with_name(f".{target.name}.{os.getpid()}"), 0
     try:

@@ -474,6 +474,7 @@ async def test_a_session_that_is_closed_while_it_opens_ends_in_order():
         silos["a"].answer(silos["a"].session)
         await made.task
         assert silos["a"].session.is_closed
+        assert made.states == []
 
 
 @virtual_time

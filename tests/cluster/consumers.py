@@ -377,7 +377,7 @@ class PullingConsumer(ConsumerProcess):
 def consumer_of(world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> ConsumerProcess:
     """Return a process that consumes in a random way."""
     ways = [IteratingConsumer, IteratingConsumer, HandlingConsumer, PullingConsumer]
-    if world.kind == "late":  # who pulls knows no former owners
+    if world.kind == "late":  # a pulling consumer knows no former owners
         ways = [IteratingConsumer, HandlingConsumer]
     if definition.mode is Mode.BROADCAST:
         ways.append(KeepingConsumer)

@@ -322,7 +322,10 @@ class MemoryStore:
         self._require_leases(records, leases)
         for record in records:
             key = record.provider, record.subscription, record.queue, record.stream, record.low, record.high
-            self._gaps.setdefault(key, record._replace(reason=printable(record.reason)))
+            stored = record._replace(reason=printable(record.reason))
+            known = self._gaps.get(key)
+            if known is None or known.reason != stored.reason:
+                self._gaps[key] = stored
 
     async def gaps(self, provider: str, subscription: str | None = None) -> list[GapRecord]:
         found = [gap for gap in self._gaps.values() if gap.provider == provider]

@@ -77,7 +77,7 @@ KINDS = (
     "everything",
 )  # fmt: skip
 LONG = "answers", "consumers", "late"
-"""Kinds with three times as many steps: what they look for needs events a lease after an incident."""
+"""Kinds with three times as many steps: their bugs show only a lease after the incident."""
 REAL_STORE = 50
 """One of this many seeds runs on the real control store."""
 CLOSE_S = 10.0

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -213,12 +213,16 @@ async def test_a_function_that_only_begins_a_call_is_refused(database: UserDatab
     def begin(session: Session) -> object:
         return add(session)
 
+    def generate(session: Session) -> Iterator[None]:
+        session.execute(_LOG, {"value": "lost"})
+        yield
+
     async def handle(_: Event, tx: Transaction) -> None:
         await tx.run(function)
 
     effects, _ = in_scope(database, handle)
-    for function in (add, partial(add), begin, add_each):
-        with pytest.raises(InvalidArgument, match=r"tx\.run: .* instead of a result: write `def` instead of"):
+    for function in (add, partial(add), begin, add_each, generate):
+        with pytest.raises(InvalidArgument, match=r"tx\.run: .* instead of a result: write a plain"):
             await effects.call(event_at(5))
         with pytest.raises(InvalidArgument, match=r"tx\.run"):
             async with effects.transaction([event_at(5)], redriven=False) as tx:

@@ -635,7 +635,11 @@ async def test_gaps_are_kept_once(store: ControlStore):
     await store.add_gaps([])
     one = one._replace(reason="skipped \\x00")
     assert await store.gaps("p", "stats") == [whole, one]
-    assert await store.gaps("p") == [whole, one, one._replace(subscription="other")]
+    other = one._replace(subscription="other")
+    assert await store.gaps("p") == [whole, one, other]
+    lost = whole._replace(reason="lost", at_us=8)  # the same events are missing for another reason
+    await store.add_gaps([lost])
+    assert await store.gaps("p") == [lost, one, other]
 
 
 async def test_progress_of_a_deleted_subscription_is_refused_by_a_new_one_with_its_name(store: ControlStore):
