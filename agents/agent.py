@@ -129,8 +129,7 @@ class PullingAgent:
         return checkpoint
 
     async def acknowledge(self, offset: int) -> bool:
-        """Tell the queue that every subscription has finished the events below `offset`. Return False if the queue is
-        not being read: then it has no receiver to acknowledge with."""
+        """Tell the queue that the events below `offset` are finished. Return False if no receiver is open for that."""
         if self.main is None:
             return False
         await self.main.receiver.acknowledge(offset)
@@ -246,7 +245,8 @@ class PullingAgent:
 
     def _place(self, delivery: Delivery) -> None:
         """Join the main feed if its cache reaches back far enough, otherwise catch up."""
-        assert (main := self.main) is not None
+        main = self.main
+        assert main is not None
         if not self._rewindable:
             self._skip_what_is_gone(delivery, main.cache.first_offset)
         progress = delivery.progress
