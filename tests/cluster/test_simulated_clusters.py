@@ -135,7 +135,7 @@ PLACES = {
 @pytest.mark.long
 @pytest.mark.hypothesis
 def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
-    places = recorded("planned", 6) | recorded("pauses", 3)
+    places = recorded("planned", 11) | recorded("pauses", 3)
     stood = hit(site for way in places.values() for site in way)
     assert {each.function for each in stood} >= PLACES
     for crash in chosen(places, examples(30, quick=6)):
