@@ -179,7 +179,6 @@ class PullingAgent:
         position, start = 0, None
         if self._rewindable:
             bounds = await self._adapter.bounds(self.queue)
-            self.note_lost_end(bounds.next)
             position, start = self._start(0), self._start(self._limits.max_events if self._is_first_start else 0)
             start = max(start, min(position, bounds.first))  # what is gone before is missing in the catch-ups alone
         receiver = await self._adapter.open_receiver(self.queue, start)
