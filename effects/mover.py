@@ -16,10 +16,11 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import Connection, Row, text
+from sqlalchemy import Connection, Executable, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.backoff import Backoff
@@ -92,11 +93,17 @@ _WITH_IDS = {
 }
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
 _DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
+_JOINED = """
+    SELECT array_agg(id ORDER BY id), array_agg(LENGTH(batch) ORDER BY id), string_agg(batch, '' ORDER BY id),
+    array_agg(written_at_us ORDER BY id) FROM ({}) AS found
+"""
+"""All rows as one: SQLAlchemy and the driver take longer for a thousand rows than the rest of a release takes."""
+_FIND_RELEASED = "SELECT id, batch, written_at_us FROM headrace_outbox WHERE {}"
 _RELEASED = {
-    name: text(f"SELECT id, batch, written_at_us FROM headrace_outbox WHERE {ids} ORDER BY id")  # noqa: S608
-    for name, ids in _WITH_IDS.items()
+    "postgresql": text(_JOINED.format(_FIND_RELEASED.format(_WITH_IDS["postgresql"]))),
+    "sqlite": text(f"{_FIND_RELEASED.format(_WITH_IDS['sqlite'])} ORDER BY id"),
 }
-_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
+_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id RETURNING stream")
 _FIRST = f"""
     FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
     (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
@@ -104,14 +111,16 @@ _FIRST = f"""
 _FITS = "total <= :max_bytes OR total = size"
 _NEXT = {
     # The inner rows of PostgreSQL have references to large batches, and not the batches.
-    "postgresql": text(f"""
-        SELECT id, stream, batch, written_at_us FROM (
-            SELECT *, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
-            FROM (SELECT id, stream, batch, written_at_us {_FIRST}) AS first_rows
-        ) AS sizes WHERE {_FITS} ORDER BY id
-    """),  # noqa: S608
+    "postgresql": text(
+        _JOINED.format(f"""
+            SELECT id, batch, written_at_us FROM (
+                SELECT *, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
+                FROM (SELECT id, batch, written_at_us {_FIRST}) AS first_rows
+            ) AS sizes WHERE {_FITS}
+        """)  # noqa: S608
+    ),
     "sqlite": text(f"""
-        SELECT id, stream, batch, written_at_us FROM headrace_outbox WHERE id IN (
+        SELECT id, batch, written_at_us FROM headrace_outbox WHERE id IN (
             SELECT id FROM (
                 SELECT id, size, SUM(size) OVER (ORDER BY id) AS total FROM (SELECT id, LENGTH(batch) AS size {_FIRST})
             ) WHERE {_FITS}
@@ -139,6 +148,14 @@ class OutboxTarget(Protocol):
         """Publish the batches as one call. InvalidArgument and NotSupported mean that nothing of the call is stored.
         After any other error, parts of it may be stored, and the call is to be repeated as it is."""
         ...
+
+
+class WaitingBatch(NamedTuple):
+    """A batch of the outbox, which is not published yet."""
+
+    id: int
+    batch: bytes
+    written_at_us: int
 
 
 class OutboxRelease(NamedTuple):
@@ -275,7 +292,7 @@ class OutboxMover:
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
-            self._refuse(connection, release.ids[0], str(release.batches[0].stream), problem)
+            self._refuse(connection, release.ids[0], problem)
         self._write_lane(connection, lane, release.number, ids)
 
     # ---- one transaction -------------------------------------------------------------------------------------------
@@ -310,15 +327,16 @@ class OutboxMover:
         number = row.number
         if 0 < last < number - (row.ids != _NO_IDS):  # 0: perhaps the queue has forgotten the producer
             self._warn_of_others()
-        rows: Sequence[Row[int, bytes, int]] = ()
+        rows: Sequence[WaitingBatch] = ()
         if row.ids != _NO_IDS:
             if number <= last:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
             else:
-                rows = connection.execute(_RELEASED[dialect], {"ids": row.ids}).all()
+                rows = _rows(connection, _RELEASED, {"ids": row.ids})
         if rows:
             ids = [each.id for each in rows]
-            batches = [_batch_of(row.batch, row.written_at_us) for row in rows]
+            now = now_us()
+            batches = [_batch_of(each, now) for each in rows]
         else:
             # A restored database has a lower number than the queue, which would take the next releases for stored.
             number = max(number, last)
@@ -339,45 +357,60 @@ class OutboxMover:
             )
 
     def _next(self, connection: Connection, key: dict[str, Any]) -> tuple[list[int], list[EventBatch]]:
-        """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused: later batches
-        of its stream wait."""
+        """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused if it is the
+        first one: later batches of its stream wait. Otherwise, the release ends before it."""
         values = {**key, "max_bytes": RELEASE_BYTES}
-        while rows := connection.execute(_NEXT[connection.dialect.name], values).all():
-            batches: dict[int, EventBatch] = {}
-            waiting: set[str] = set()
-            for row in rows:
-                if row.stream in waiting:
+        while rows := _rows(connection, _NEXT, values):
+            now = now_us()
+            batches: list[EventBatch] = []
+            try:
+                batches.extend(_batch_of(row, now) for row in rows)
+            except InvalidArgument as error:
+                if not batches:
+                    self._refuse(connection, rows[0].id, str(error))
                     continue
-                try:
-                    batches[row.id] = _batch_of(row.batch, row.written_at_us)
-                except InvalidArgument as error:
-                    self._refuse(connection, row.id, row.stream, str(error))
-                    waiting.add(row.stream)
-            if batches:
-                return list(batches), list(batches.values())
+            return [row.id for row in rows[: len(batches)]], batches
         return [], []
 
-    def _refuse(self, connection: Connection, row_id: int, stream: str, problem: str) -> None:
+    def _refuse(self, connection: Connection, row_id: int, problem: str) -> None:
+        """Let the stream of a row wait. Do nothing if somebody has deleted the row."""
+        stream = connection.execute(_REFUSE, {"problem": problem, "id": row_id}).scalar()
+        if stream is None:
+            return
         log.error(
             "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
             self._target.name, stream, problem,
         )  # fmt: skip
-        connection.execute(_REFUSE, {"problem": problem, "id": row_id})
 
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {"number": number, "ids": json.dumps(list(ids)), "holder": self._holder}
         connection.execute(_WRITE_LANE[connection.dialect.name], {**self._key(lane), **values})
 
 
-def _batch_of(encoded: bytes, written_at_us: int) -> EventBatch:
-    """Return the batch of a row, delayed by the rest of its delay, which begins at the publish.
+def _rows(
+    connection: Connection, statements: Mapping[str, Executable], values: Mapping[str, Any]
+) -> list[WaitingBatch]:
+    """Return the rows that the statement of the dialect finds, in the order of ids."""
+    dialect = connection.dialect.name
+    found = connection.execute(statements[dialect], values)
+    if dialect == "sqlite":
+        return [WaitingBatch(*row) for row in found]
+    ids, sizes, joined, times = found.one()
+    if ids is None:
+        return []
+    whole, ends = bytes(joined), accumulate(sizes)
+    batches = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
+    return list(map(WaitingBatch, ids, batches, times))
+
+
+def _batch_of(row: WaitingBatch, now: int) -> EventBatch:
+    """Return the batch of a row, delayed by the rest of its delay, which begins at the publish. `now`: as `now_us`.
 
     At least 1 µs is left. So a release that is repeated goes the same way through the queue, which knows its number
     there: a queue may keep batches with a delay in another place than the others. Raises InvalidArgument.
     """
-    now = now_us()
-    batch = accepted(bytes(encoded), now)
+    batch = accepted(bytes(row.batch), now)
     if not isinstance(batch, ScheduledBatch) or not batch.delay_us:
         return batch
-    waited_us = max(now - written_at_us, 0)  # the clocks of two processes may differ
+    waited_us = max(now - row.written_at_us, 0)  # the clocks of two processes may differ
     return batch.with_delay(max(batch.delay_us - waited_us, 1))
