@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -136,10 +136,22 @@ class AsyncEffectDatabase(EffectDatabase):
 
     @asynccontextmanager
     async def transaction(self) -> AsyncGenerator[EffectTransaction]:
-        async with AsyncExitStack() as stack:
-            with outages():
-                connection = await stack.enter_async_context(self._engine.connect())
-            yield await stack.enter_async_context(_transaction_on(connection))
+        async with _Connecting(self._engine) as connection, _transaction_on(connection) as opened:
+            yield opened
+
+
+class _Connecting:
+    """As `engine.connect()`. Raises Unavailable, instead of SQLAlchemy's error, if there is no connection."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._connection = engine.connect()
+
+    async def __aenter__(self) -> AsyncConnection:
+        with outages:
+            return await self._connection.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:  # noqa: PYI036 (passed on)
+        await self._connection.__aexit__(*error)
 
 
 class ConnectionEffectDatabase(EffectDatabase):
@@ -162,7 +174,7 @@ class ConnectionEffectDatabase(EffectDatabase):
 
 @asynccontextmanager
 async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
-    with outages():
+    with outages:
         root = await connection.begin()
     opened = _GreenletTransaction(connection)
     try:
@@ -175,7 +187,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         opened.observed.stop()
-        with outages():
+        with outages:
             await root.commit()
     except Exception as error:
         opened.observed.raise_if_lost(error)
@@ -198,25 +210,29 @@ class _GreenletTransaction(EffectTransaction):
         self.is_over = False
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._statement():
+        self._begin_statement()
+        try:
             return await self._connection.run_sync(function, *args, **kwargs)
+        finally:
+            self._end_statement()
 
     async def call_session(
         self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        with self._statement():
+        self._begin_statement()
+        try:
             return await self.session.run_sync(function, *args, **kwargs)
+        finally:
+            self._end_statement()
 
-    @contextmanager
-    def _statement(self) -> Generator[None]:
+    def _begin_statement(self) -> None:
         _check_not_over(is_over=self.is_over)
         self.observed.refuse_ended()
         self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self.observed.after_statement()
+
+    def _end_statement(self) -> None:
+        self._running -= 1
+        self.observed.after_statement()
 
     def refuse_running(self) -> None:
         """Raise InvalidArgument if a statement still runs. If it failed now, PostgreSQL would answer the COMMIT by a
@@ -270,7 +286,7 @@ class ThreadedEffectDatabase(EffectDatabase):
             except BaseException:
                 await opened.end(commit=False)
                 raise
-            with outages():
+            with outages:
                 await opened.end(commit=True)
         except Exception as error:
             if opened.observed is not None:
@@ -323,7 +339,7 @@ class _ThreadedTransaction(EffectTransaction):
 
     def _connect(self) -> Connection:
         if self._opened is None:
-            with outages():
+            with outages:
                 self._opened = self._engine.connect()
                 self._opened.begin()
             self.observed = ObservedTransaction.begun_on(

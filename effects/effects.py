@@ -42,22 +42,32 @@ class TransactionSlots:
         self._free = asyncio.Semaphore(slots)
         self._holders: list[asyncio.Task[object] | None] = []
 
-    @asynccontextmanager
-    async def one(self) -> AsyncGenerator[None]:
-        """Wait for a slot, and hold it for the length of an `async with`. Raises InvalidArgument if the task holds all
-        slots."""
-        task = asyncio.current_task()
-        if self._holders.count(task) == self._slots:
+    def one(self) -> _Slot:
+        """Return a slot. `async with` waits until it is free, and holds it. Raises InvalidArgument if the task holds
+        all slots."""
+        return _Slot(self._free, self._holders, self._slots)
+
+
+class _Slot:
+    def __init__(self, free: asyncio.Semaphore, holders: list[asyncio.Task[object] | None], slots: int) -> None:
+        self._free = free
+        self._holders = holders
+        self._slots = slots
+        self._task: asyncio.Task[object] | None = None
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        if self._holders.count(self._task) == self._slots:
             raise InvalidArgument(
                 "this task is in an `async with batch.effects(...)` block on the same connection or engine, and would "
                 "wait for itself: leave that `async with` first"
             )
-        async with self._free:
-            self._holders.append(task)
-            try:
-                yield
-            finally:
-                self._holders.remove(task)
+        await self._free.acquire()
+        self._holders.append(self._task)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._holders.remove(self._task)
+        self._free.release()
 
 
 SlotsByLoop = WeakKeyDictionary[asyncio.AbstractEventLoop, TransactionSlots]
@@ -134,7 +144,7 @@ class Effects:
 
     async def _check(self) -> None:
         async with self.database.transaction() as transaction:
-            with outages():
+            with outages:
                 await transaction.call(_check_database)
 
     def scoped(

@@ -222,7 +222,7 @@ class OutboxMover:
         the error of one of them when all lanes have ended.
         """
         async with self._database.transaction() as transaction:
-            with outages():
+            with outages:
                 lanes = await transaction.call(self._busy_lanes)
         # A lane that fails neither cancels the others nor leaves them behind: all have ended when this returns.
         outcomes = await asyncio.gather(
@@ -236,7 +236,7 @@ class OutboxMover:
     async def backlog(self) -> OutboxBacklog:
         """Count the rows that are not published yet."""
         async with self._database.transaction() as transaction:
-            with outages():
+            with outages:
                 return await transaction.call(self._backlog)
 
     def _backlog(self, connection: Connection) -> OutboxBacklog:
@@ -282,7 +282,7 @@ class OutboxMover:
         stored: rows that left it would be stored twice, because no number tells that they are the same."""
         ids = release.ids[: len(release.ids) // 2]
         async with self._database.transaction() as transaction:
-            with outages():
+            with outages:
                 await transaction.call(self._narrow, lane, release, ids, str(error))
 
     def _narrow(
@@ -313,7 +313,7 @@ class OutboxMover:
         delete the rows of the release first, and decide the next one. None: there are no rows, or another process has
         the lease."""
         async with self._slots, self._database.transaction() as transaction:
-            with outages():
+            with outages:
                 return await transaction.call(self._decide, lane, last)
 
     def _decide(self, connection: Connection, lane: int, last: int) -> OutboxRelease | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Generator
-from contextlib import contextmanager
 from weakref import WeakSet
 
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
@@ -36,19 +34,26 @@ def note_error_of_effects(error: BaseException) -> None:
     _errors_of_effects.add(error)
 
 
-@contextmanager
-def outages() -> Generator[None]:
-    """Turn errors that say that the database cannot be reached into Unavailable, and missing rights into
-    InvalidArgument. Only for statements of headrace's own."""
-    try:
-        yield
-    except (SQLAlchemyError, OSError) as error:
+class Outages:
+    """Turns errors that say that the database cannot be reached into Unavailable, and missing rights into
+    InvalidArgument. Only for statements of headrace's own.
+
+    Each event enters this several times: a generator with `contextmanager` would take five times as long.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, (SQLAlchemyError, OSError)):
+            return
         state = sqlstate(error) if isinstance(error, DBAPIError) else ""
         if isinstance(error, OSError) or tells_outage(error) or state.startswith(_REFUSED_CONNECTIONS):
             raise unavailable(error) from error
         if state == _NO_RIGHT:
             raise InvalidArgument(f"the database of the effects: {first_line(error)}: {GRANT}") from error
-        raise
+
+
+outages = Outages()
 
 
 def unavailable(error: BaseException) -> Unavailable:
