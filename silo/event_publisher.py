@@ -44,7 +44,7 @@ class EventPublisher(QueuePositions):
         self.publishing = PendingPublishes()
         self.codecs = Codecs(parts.options.codec)
         shares = parts.adapter.capabilities.shared_calls
-        self._shared = SharedCalls(parts.adapter.enqueue) if shares else None
+        self._shared = SharedCalls(parts.adapter.enqueue, self.publishing) if shares else None
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
         """A handle on a stream, by namespace and key or by id."""
@@ -72,29 +72,35 @@ class EventPublisher(QueuePositions):
                 with tracing.active.publishing(self.name, stream, len(given)) as trace:
                     return await self._publish(stream, given, trace)
             trace = NOT_RECORDED
+        plain = events if type(events) is bytes and delay is None and priority is None else None
+        shared = self._shared
+        if plain is not None and shared is not None and (shared.waiting or self.publishing.under_way >= MIN_PUBLISHES):
+            try:
+                batch = EventBatch.of_payload(stream, plain, trace)
+                token = (await shared.add(self.queue_of(stream), batch)).token
+            except Exception as error:
+                self.publishing.note_error(error)
+                raise
+            self.published_events += 1
+            self.published_bytes += len(batch.encoded)
+            assert token is not None  # only duplicates of an idempotent producer have none
+            return token
         number = self.publishing.begin()
         try:
-            if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
-                batch, shared = EventBatch.of_payload(stream, events, trace), self._shared
-                if shared is not None and (shared.waiting or self.publishing.under_way >= MIN_PUBLISHES):
-                    receipts = (await shared.add(self.queue_of(stream), batch),)
-                else:
-                    receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
-                self.published_events += 1
-                self.published_bytes += len(batch.encoded)
+            if plain is not None:
+                batches = [(self.queue_of(stream), EventBatch.of_payload(stream, plain, trace))]
             else:
                 queue = self.queue_of(stream)
                 given = scheduled(listed(stream, events, self.codecs), delay, priority)
                 batches = [(queue, batch) for batch in self._encode(stream, given, trace)]
                 self._flush_shared()
-                receipts = await self.adapter.enqueue(batches)
-                self._count(batches)
+            token = (await self.adapter.enqueue(batches))[0].token
+            self._count(batches)
         except Exception as error:
             self.publishing.note_error(error)
             raise
         finally:
             self.publishing.end(number)
-        token = receipts[0].token
         assert token is not None  # only duplicates of an idempotent producer have none
         return token
 
@@ -156,6 +162,7 @@ class EventPublisher(QueuePositions):
 
         Publishes whose caller was cancelled do not count: their events may be stored later, or not at all.
         """
+        self._flush_shared()
         await self.publishing.flush()
 
     def publish_encoded(

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ..adapters import Receipt
 from ..streams.errors import HeadraceError
 from ..streams.events import EventBatch
+from ..streams.publishing import PendingPublishes
 
 MIN_PUBLISHES = 8
 """Publishes under way at which they begin to share calls. A few publishers gain nothing by it."""
@@ -24,8 +25,14 @@ MAX_BYTES = 1 << 20
 class SharedCalls:
     """Collects batches of several callers. `store` is called with them, in the order of `add`."""
 
-    def __init__(self, store: Callable[[Sequence[tuple[int, EventBatch]]], Awaitable[Sequence[Receipt]]]) -> None:
+    def __init__(
+        self,
+        store: Callable[[Sequence[tuple[int, EventBatch]]], Awaitable[Sequence[Receipt]]],
+        publishing: PendingPublishes,
+    ) -> None:
+        """The batches of a call count as publishes under way until their callers have their answers."""
         self._store = store
+        self._publishing = publishing
         self._loop = asyncio.get_running_loop()
         self.waiting: list[tuple[int, EventBatch]] = []
         """Batches that wait for the end of the turn, each with its queue."""
@@ -57,12 +64,16 @@ class SharedCalls:
             return
         batches, answers = self.waiting, self._answers
         self.waiting, self._answers, self._nbytes = [], [], 0
+        number, count = self._publishing.begin(len(batches)), len(batches)
         try:
             stored = asyncio.ensure_future(self._store(batches))
         except Exception as error:  # noqa: BLE001 (each publisher gets it)
             _fail(answers, error)
+            self._publishing.end(number, count)
             return
         stored.add_done_callback(lambda done: _answer(answers, done))
+        # After the callers' next step: what they publish then shares a call again.
+        stored.add_done_callback(lambda _: self._loop.call_soon(self._publishing.end, number, count))
 
     def _end_turn(self) -> None:
         self._ends_turn = False

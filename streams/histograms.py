@@ -28,17 +28,17 @@ class Histogram:
         self.sum_s = 0.0
         """The sum of all durations, in seconds."""
 
-    def observe(self, seconds: float) -> None:
-        """Count a duration. A negative one counts as 0: a clock may have been set back."""
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count a duration `count` times. A negative one counts as 0: a clock may have been set back."""
         if not self.counts:
             self.counts = [0] * (_LAST + 1)
         units = ceil(seconds * _UNITS) - 1
         if units <= 0:
-            self.counts[0] += 1
-            self.sum_s += max(seconds, 0.0)
+            self.counts[0] += count
+            self.sum_s += max(seconds, 0.0) * count
         else:
-            self.counts[min(units.bit_length(), _LAST)] += 1
-            self.sum_s += seconds
+            self.counts[min(units.bit_length(), _LAST)] += count
+            self.sum_s += seconds * count
 
     @property
     def count(self) -> int:

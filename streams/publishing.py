@@ -98,9 +98,9 @@ class _Flush:
         self._left = left
         self.done = asyncio.Event()
 
-    def note_end(self, number: int) -> None:
+    def note_end(self, number: int, count: int) -> None:
         if number <= self._last:
-            self._left -= 1
+            self._left -= count
             if not self._left:
                 self.done.set()
 
@@ -121,22 +121,22 @@ class PendingPublishes:
         self.errors = Counter[str]()
         """Failed publishes, by the code of the error."""
 
-    def begin(self) -> int:
-        """Count a publish that begins. Returns the number to pass to `end`."""
-        self._last = number = self._last + 1
-        self.under_way += 1
-        if number % MEASURED == 1:
+    def begin(self, count: int = 1) -> int:
+        """Count publishes that begin together. Returns the number to pass to `end`: that of the last one."""
+        self._last = number = self._last + count
+        self.under_way += count
+        if (number - 1) % MEASURED < count:
             self._measured[number] = monotonic()
         return number
 
-    def end(self, number: int) -> None:
-        """Note that a publish is stored, or has failed."""
-        self.under_way -= 1
-        if number % MEASURED == 1:
-            self.durations.observe(monotonic() - self._measured.pop(number))
+    def end(self, number: int, count: int = 1) -> None:
+        """Note that publishes that began together are stored, or have failed."""
+        self.under_way -= count
+        if (number - 1) % MEASURED < count:
+            self.durations.observe(monotonic() - self._measured.pop(number), max(count // MEASURED, 1))
         if self._flushes:
             for flush in self._flushes:
-                flush.note_end(number)
+                flush.note_end(number, count)
 
     def note_error(self, error: BaseException) -> None:
         """Count a publish that failed."""

@@ -23,6 +23,7 @@ from headrace import (
 from headrace.adapters import Receipt
 from headrace.silo import shared_calls
 from headrace.silo.shared_calls import SharedCalls
+from headrace.streams.publishing import MEASURED, PendingPublishes
 from tests.random_examples import examples
 
 STREAM = StreamId("clicks", "all")
@@ -179,7 +180,7 @@ class Store:
 
 async def three(store: Store) -> list[asyncio.Future[Receipt]]:
     """Publish three events that share a call."""
-    shared = SharedCalls(store)
+    shared = SharedCalls(store, PendingPublishes())
     answers = [shared.add(0, EventBatch.of(STREAM, [b"%d" % number])) for number in range(3)]
     assert shared.waiting
     await asyncio.sleep(0)
@@ -223,10 +224,45 @@ async def test_a_store_that_is_cancelled_cancels_all() -> None:
     assert all(answer.cancelled() for answer in answers)
 
 
+async def test_events_that_share_a_call_are_under_way_until_their_publishers_went_on() -> None:
+    """What a publisher does next then shares a call, too."""
+    store, publishing = Store(), PendingPublishes()
+    shared = SharedCalls(store, publishing)
+    seen: list[int] = []
+
+    async def publisher() -> None:
+        await shared.add(0, EventBatch.of(STREAM, [b"x"]))
+        seen.append(publishing.under_way)
+
+    tasks = [asyncio.create_task(publisher()) for _ in range(2 * MEASURED)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    flush = asyncio.create_task(publishing.flush())
+    store.answers[0].set_result([Receipt(SequenceToken(at)) for at in range(len(tasks))])
+    await asyncio.gather(*tasks)
+    assert seen == [2 * MEASURED] * (2 * MEASURED)
+    await flush
+    assert publishing.under_way == 0
+    assert publishing.durations.count == 2
+
+
+@pytest.mark.parametrize("refusal", [None, StorageError("the disk is gone")])
+async def test_events_that_are_not_stored_are_not_under_way(refusal: Exception | None) -> None:
+    store, publishing = Store(), PendingPublishes()
+    store.refuses = refusal
+    answer = SharedCalls(store, publishing).add(0, EventBatch.of(STREAM, [b"x"]))
+    await asyncio.sleep(0)
+    if refusal is None:
+        store.answers[0].cancel()
+    await asyncio.wait([answer])
+    await publishing.flush()
+    assert publishing.under_way == 0
+
+
 @pytest.mark.parametrize(("size", "calls"), [(1, 3), (shared_calls.MAX_BYTES // 3, 1001)])
 async def test_a_call_has_limits(size: int, calls: int) -> None:
     store = Store()
-    shared = SharedCalls(store)
+    shared = SharedCalls(store, PendingPublishes())
     for _ in range(2 * shared_calls.MAX_BATCHES + 1):
         shared.add(0, EventBatch.of(STREAM, [bytes(size)]))
     shared.flush()
