@@ -96,4 +96,9 @@ def check_url(url: str) -> str:
         raise InvalidArgument(
             "adapter 'postgres': url: expected postgresql://user@host:port/database", option="options"
         )
+    if rest.partition("/")[0].count("@") > 1:  # libpq takes the end of the password for the host, and reports it
+        raise InvalidArgument(
+            "adapter 'postgres': url: there is more than one @ before the database: write %40 for an @ in the password",
+            option="options",
+        )
     return f"postgresql://{rest}"

@@ -27,7 +27,7 @@ from .lookup import (
 )
 from .visible import VisibleBounds
 
-LOST_END = "the position is past the end of its queue, which has lost it or is another one"
+_PAST_END = "the position is past the end of its queue, which has lost it or is another one"
 
 
 class ConsumerKey(NamedTuple):
@@ -207,5 +207,5 @@ async def _step_back(
             positions[queue] = Checkpoint(end, behind)
             low, high = SequenceToken(end), SequenceToken(at.next_offset)
             now_us = time.time_ns() // 1000
-            gaps.append(GapRecord(provider.name, definition.name, queue, None, low, high, LOST_END, now_us))
+            gaps.append(GapRecord(provider.name, definition.name, queue, None, low, high, _PAST_END, now_us))
     return gaps

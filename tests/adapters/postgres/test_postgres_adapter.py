@@ -528,6 +528,7 @@ async def test_secrets_are_in_no_message_and_not_stored(postgres_url: str) -> No
         "postgresql://me:hidden@127.0.0.1:1/db",
         "mysql://me:hidden@host/db",
         "postgresql://me:hid%den@host/db",
+        "postgresql://me:not@hidden@host/db",
     ):
         with pytest.raises((InvalidArgument, StorageError)) as caught:
             async with opened(url):
