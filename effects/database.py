@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import InvalidArgument, NotSupported
-from .driver_state import CANCEL_AGAIN_S, CANCEL_S, cancel_statement, has_running_statement, reports_aborted
+from .driver_state import CANCEL_AGAIN_S, CANCEL_S, cancel_statement, has_running_statement
 from .handler_session import SESSION_OPTIONS, HandlerSession, flush_and_close
 from .observed import ObservedTransaction, observe_errors_and_statements
 from .outages import outages
@@ -183,7 +183,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         finally:
             opened.is_over = True
         await opened.flush()
-        if not reports_aborted(_sync_connection(connection)):
+        if not opened.observed.reports_aborted:
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         opened.observed.stop()
@@ -417,7 +417,7 @@ class _ThreadedTransaction(EffectTransaction):
         with connection:
             if commit:
                 self._end_session()
-                if not reports_aborted(connection):
+                if self.observed is not None and not self.observed.reports_aborted:
                     connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
                 self.stop_observing()
                 connection.commit()

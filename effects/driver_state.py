@@ -54,11 +54,6 @@ def has_running_statement(connection: Connection) -> bool:
     return is_used or transaction_status(connection) == ACTIVE
 
 
-def reports_aborted(connection: Connection) -> bool:
-    """Return whether `ObservedTransaction.check` sees an aborted transaction. SQLite has none."""
-    return connection.dialect.name == "sqlite" or transaction_status(connection) is not None
-
-
 def refuse_autocommit(connection: Connection) -> None:
     """Raise InvalidArgument if the engine commits each statement."""
     driver = cast("Any", connection.connection.dbapi_connection)

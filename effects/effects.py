@@ -213,7 +213,8 @@ class EffectsInScope:
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
         events = [delivered] if isinstance(delivered, Event) else delivered.events()
-        self._position(events[0]).check_queue()
+        if self._scope.queues is not None:
+            self._position(events[0]).check_queue()
         if not await self._in_turn(events[0], lambda: self._apply(delivered, events)):
             self._counts.already_applied += len(events)
 
@@ -368,7 +369,12 @@ class EffectsInScope:
             if known is not None and not self._position(events[0]).after(known, events):
                 self._counts.already_applied += len(events)
                 return
-        async with self._opened(events, redriven=False) as opened:
+            async with self._applying_with_state(events, self._state_options) as opened:
+                if opened.events:
+                    await self._handle(_unapplied_part(delivered, opened.events), opened)
+            return
+        async with self._database.transaction() as transaction:
+            opened = await self._claim(transaction, events)
             if opened.events:
                 await self._handle(_unapplied_part(delivered, opened.events), opened)
 
@@ -388,9 +394,12 @@ class EffectsInScope:
     @asynccontextmanager
     async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         async with self._database.transaction() as transaction:
-            unapplied = await transaction.call(self._position(events[0]).claim, events)
-            self._counts.already_applied += len(events) - len(unapplied)
-            yield Transaction(transaction, self._scope, None, unapplied)
+            yield await self._claim(transaction, events)
+
+    async def _claim(self, transaction: EffectTransaction, events: Sequence[Event]) -> Transaction:
+        unapplied = await transaction.call(self._position(events[0]).claim, events)
+        self._counts.already_applied += len(events) - len(unapplied)
+        return Transaction(transaction, self._scope, None, unapplied)
 
     @asynccontextmanager
     async def _applying_with_state(self, events: Sequence[Event], options: StreamState) -> AsyncGenerator[Transaction]:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.errors import InvalidArgument, Unavailable
-from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IN_ERROR, is_in_transaction, transaction_status
+from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IDLE, IN_ERROR, is_in_transaction, transaction_status
 from .outages import first_line, note_error_of_effects, tells_lock, tells_outage, unavailable_because
 
 _GAP = r"(?:\s|;|/\*(?:[^*]|\*(?!/))*\*/|--[^\n]*(?:\n|\Z))"
@@ -50,9 +50,12 @@ class ObservedTransaction:
         self._connection = ref(connection)
         self._begin_nested = begin_nested
         self._root = connection.get_transaction()
+        self._is_sqlite = connection.dialect.name == "sqlite"
         self._is_open = False
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
         self._was_ended = False
+        self._status: int | None = None
+        """The transaction state of libpq when it was asked last; None if the driver is not psycopg."""
         self._lost = ""
         """Why the connection or the transaction was lost. Errors that follow do not name the reason."""
 
@@ -77,7 +80,8 @@ class ObservedTransaction:
         connection = self._connection()
         if connection is None or connection.closed or connection.invalidated:
             return
-        is_open = is_in_transaction(connection)
+        self._status = status = transaction_status(connection)
+        is_open = is_in_transaction(connection) if status is None else status != IDLE
         self._was_ended |= self._is_open and is_open is False
         self._is_open |= is_open is True
 
@@ -114,12 +118,16 @@ class ObservedTransaction:
         transaction and the driver reports this: a COMMIT would roll back, and drivers do not report that."""
         self._observe()
         self.refuse_ended()
-        connection = self._connection()
-        if connection is not None and transaction_status(connection) == IN_ERROR:
+        if self._status == IN_ERROR:
             raise InvalidArgument(
                 "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
                 f"{self._begin_nested} around such a statement"
             )
+
+    @property
+    def reports_aborted(self) -> bool:
+        """Whether `check` sees an aborted transaction. SQLite has none."""
+        return self._status is not None or self._is_sqlite
 
 
 # ---- events of an engine ---------------------------------------------------------------------------------------------

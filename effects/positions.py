@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, text
@@ -108,7 +109,10 @@ class StreamPosition:
         self._stream = stream
         key = misplaced_key_of(stream, scope.queue) if misplaced else key_of(stream)
         self._key = {"origin": scope.origin, "subscription": scope.subscription, "stream": key}
-        self._failed = FailedEvents(scope, self._key)
+
+    @cached_property
+    def _failed(self) -> FailedEvents:
+        return FailedEvents(self.scope, self._key)
 
     def _row(self, first: SequenceToken, last: SequenceToken) -> dict[str, Any]:
         return {

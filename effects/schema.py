@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from sqlalchemy import (
     BigInteger,
@@ -157,6 +158,7 @@ _LOCK = 0x68656665
 _DIALECTS: dict[str, Callable[[], Dialect]] = {"postgresql": postgresql.dialect, "sqlite": sqlite.dialect}
 
 
+@lru_cache(maxsize=4096)
 def key_of(stream: StreamId) -> str:
     """Return the text by which a stream is stored: its text form, or a beginning of it and a hash if it is long."""
     text = str(stream)
