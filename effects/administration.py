@@ -125,6 +125,8 @@ def engine_of(url: str, *, create: bool = False) -> Engine:
             parsed = parsed.set(drivername="postgresql")
         backend = parsed.get_backend_name()
         check_dialect(backend)
+        if backend == "postgresql" and "@" in f"{parsed.host}{parsed.database}":
+            raise ValueError  # noqa: TRY301 (a part of the password would be in errors of the driver)
         _refuse_in_memory(parsed)
         if parsed.drivername == "postgresql" or parsed.get_dialect().is_async:
             parsed = parsed.set(drivername=_SYNC_DRIVERS[backend])
@@ -138,10 +140,10 @@ def engine_of(url: str, *, create: bool = False) -> Engine:
         raise NotSupported(f"the database needs the package {package!r}, which is not installed{extra}") from None
     except InvalidArgument:
         raise
-    except (ArgumentError, ValueError, NoSuchModuleError) as error:  # without the URL: it may have a password
+    except (ArgumentError, ValueError, NoSuchModuleError):  # without the URL: it may have a password
         raise InvalidArgument(
-            f"the URL of the database is wrong ({type(error).__name__}): write "
-            "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
+            "the URL of the database is wrong: write postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE; in "
+            "the user and the password, write %2F for /, %40 for @, %3A for :, %3F for ?, %23 for #"
         ) from None
     if backend == "sqlite" and not create:
         event.listen(engine, "do_connect", partial(_check_file, parsed.database))

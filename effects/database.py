@@ -136,12 +136,12 @@ class AsyncEffectDatabase(EffectDatabase):
 
     @asynccontextmanager
     async def transaction(self) -> AsyncGenerator[EffectTransaction]:
-        async with _Connecting(self._engine) as connection, _transaction_on(connection) as opened:
+        async with _OpenedConnection(self._engine) as connection, _transaction_on(connection) as opened:
             yield opened
 
 
-class _Connecting:
-    """As `engine.connect()`. Raises Unavailable, instead of SQLAlchemy's error, if there is no connection."""
+class _OpenedConnection:
+    """A connection of the engine, for an `async with`. Entering raises Unavailable if there is none."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._connection = engine.connect()
@@ -183,7 +183,7 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         finally:
             opened.is_over = True
         await opened.flush()
-        if not opened.observed.reports_aborted:
+        if not opened.observed.is_abort_visible:
             await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         opened.observed.stop()
@@ -247,6 +247,7 @@ class _GreenletTransaction(EffectTransaction):
         session, self._session = self._session, None
         if session is not None:
             await session.run_sync(flush_and_close)
+            self.observed.check()  # a listener of the flush may have caught an error
 
     @property
     def connection(self) -> AsyncConnection:
@@ -386,6 +387,8 @@ class _ThreadedTransaction(EffectTransaction):
         session, self._session = self._session, None
         if session is not None:
             flush_and_close(session)
+            if self.observed is not None:
+                self.observed.check()  # a listener of the flush may have caught an error
 
     async def end(self, *, commit: bool) -> None:
         self._is_over = True
@@ -417,7 +420,7 @@ class _ThreadedTransaction(EffectTransaction):
         with connection:
             if commit:
                 self._end_session()
-                if self.observed is not None and not self.observed.reports_aborted:
+                if self.observed is None or not self.observed.is_abort_visible:
                     connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
                 self.stop_observing()
                 connection.commit()

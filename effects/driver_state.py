@@ -26,10 +26,8 @@ def transaction_status(connection: Connection) -> int | None:
 
 
 def is_in_transaction(connection: Connection) -> bool | None:
-    """Return whether a transaction is open in the database; None if the driver does not report it."""
-    status = transaction_status(connection)
-    if status is not None:
-        return status != IDLE
+    """Return whether asyncpg or SQLite has a transaction open; None if the driver does not report it. For psycopg:
+    `transaction_status`."""
     driver = connection.connection.driver_connection
     asks = getattr(driver, "is_in_transaction", None)  # asyncpg
     state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite

@@ -43,12 +43,14 @@ class TransactionSlots:
         self._holders: list[asyncio.Task[object] | None] = []
 
     def one(self) -> _Slot:
-        """Return a slot. `async with` waits until it is free, and holds it. Raises InvalidArgument if the task holds
-        all slots."""
+        """Return a context that waits for a slot, and holds it. Entering raises InvalidArgument if the task holds all
+        slots."""
         return _Slot(self._free, self._holders, self._slots)
 
 
 class _Slot:
+    """One use of a slot."""
+
     def __init__(self, free: asyncio.Semaphore, holders: list[asyncio.Task[object] | None], slots: int) -> None:
         self._free = free
         self._holders = holders
@@ -213,7 +215,7 @@ class EffectsInScope:
     async def call(self, delivered: Event | EventBatch, /) -> None:
         """Call the handler in a transaction, with the events whose effects are not committed yet."""
         events = [delivered] if isinstance(delivered, Event) else delivered.events()
-        if self._scope.queues is not None:
+        if self._scope.queues is not None:  # without a StreamPosition for each event
             self._position(events[0]).check_queue()
         if not await self._in_turn(events[0], lambda: self._apply(delivered, events)):
             self._counts.already_applied += len(events)
@@ -364,23 +366,24 @@ class EffectsInScope:
             yield Transaction(transaction, self._scope, state, ())
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
-        if self._state_options is not None:
-            known = self._known.get(_stream_of(events[0]))
-            if known is not None and not self._position(events[0]).after(known, events):
-                self._counts.already_applied += len(events)
-                return
-            async with self._applying_with_state(events, self._state_options) as opened:
-                if opened.events:
-                    await self._handle(_unapplied_part(delivered, opened.events), opened)
+        if self._state_options is None:
+            async with (
+                self._database.transaction() as transaction
+            ):  # not `_applying`: one generator less for each event
+                await self._handle(delivered, await self._claim(transaction, events))
             return
-        async with self._database.transaction() as transaction:
-            opened = await self._claim(transaction, events)
-            if opened.events:
-                await self._handle(_unapplied_part(delivered, opened.events), opened)
+        known = self._known.get(_stream_of(events[0]))
+        if known is not None and not self._position(events[0]).after(known, events):
+            self._counts.already_applied += len(events)
+            return
+        async with self._applying_with_state(events, self._state_options) as opened:
+            await self._handle(delivered, opened)
 
     async def _handle(self, delivered: Event | EventBatch, transaction: Transaction) -> None:
+        """Call the handler, if the transaction applies events."""
         assert self._handler is not None
-        await self._handler(delivered, transaction)
+        if transaction.events:
+            await self._handler(_unapplied_part(delivered, transaction.events), transaction)
 
     def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[Transaction]:
         if redriven:
@@ -439,8 +442,7 @@ class EffectsInScope:
 
     async def _redrive(self, event: Event) -> None:
         async with self._redriving(event) as opened:
-            if opened.events:
-                await self._handle(self._as_delivered(event), opened)
+            await self._handle(_in_batch(event) if self._batch else event, opened)
 
     @asynccontextmanager
     async def _redriving(self, event: Event) -> AsyncGenerator[Transaction]:
@@ -460,13 +462,6 @@ class EffectsInScope:
                 changed = await transaction.call(position.change_state, state.encoded(), known.revision)
                 _check_current(is_current=changed)
         self._known.drop(_stream_of(event))  # a redrive changes the row
-
-    def _as_delivered(self, event: Event) -> Event | EventBatch:
-        if not self._batch:
-            return event
-        batch = EventBatch.of(_stream_of(event), [event])
-        batch.offset = token_of(event).offset
-        return PartialBatch(batch, [event])
 
 
 class KnownPositions:
@@ -518,6 +513,13 @@ def _row_after(
     """Return the row that replaces `row` when the effects of these events are committed."""
     revision = (row.revision if row is not None else 0) + 1
     return AppliedPosition(scope.generation, scope.queue, token_of(events[-1]), revision, 0, *state)
+
+
+def _in_batch(event: Event) -> PartialBatch:
+    """Return a batch of this event, as a handler of batches gets it."""
+    batch = EventBatch.of(_stream_of(event), [event])
+    batch.offset = token_of(event).offset
+    return PartialBatch(batch, [event])
 
 
 def _stream_of(event: Event) -> StreamId:

@@ -93,17 +93,18 @@ _WITH_IDS = {
 }
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
 _DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
-_JOINED = """
-    SELECT array_agg(id ORDER BY id), array_agg(LENGTH(batch) ORDER BY id), string_agg(batch, '' ORDER BY id),
-    array_agg(written_at_us ORDER BY id) FROM ({}) AS found
+_COLUMNS = "id, stream, batch, written_at_us"
+_AS_ONE_ROW = """
+    SELECT array_agg(id ORDER BY id), array_agg(stream ORDER BY id), array_agg(written_at_us ORDER BY id),
+    array_agg(LENGTH(batch) ORDER BY id), string_agg(batch, '' ORDER BY id) FROM ({}) AS found
 """
-"""All rows as one: SQLAlchemy and the driver take longer for a thousand rows than the rest of a release takes."""
-_FIND_RELEASED = "SELECT id, batch, written_at_us FROM headrace_outbox WHERE {}"
+"""All rows as one row: for a thousand rows, SQLAlchemy and the driver take longer than the rest of a release."""
+_RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {{}}"  # noqa: S608
 _RELEASED = {
-    "postgresql": text(_JOINED.format(_FIND_RELEASED.format(_WITH_IDS["postgresql"]))),
-    "sqlite": text(f"{_FIND_RELEASED.format(_WITH_IDS['sqlite'])} ORDER BY id"),
+    "postgresql": text(_AS_ONE_ROW.format(_RELEASED_ROWS.format(_WITH_IDS["postgresql"]))),
+    "sqlite": text(f"{_RELEASED_ROWS.format(_WITH_IDS['sqlite'])} ORDER BY id"),
 }
-_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id RETURNING stream")
+_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
 _FIRST = f"""
     FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
     (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
@@ -112,15 +113,15 @@ _FITS = "total <= :max_bytes OR total = size"
 _NEXT = {
     # The inner rows of PostgreSQL have references to large batches, and not the batches.
     "postgresql": text(
-        _JOINED.format(f"""
-            SELECT id, batch, written_at_us FROM (
+        _AS_ONE_ROW.format(f"""
+            SELECT {_COLUMNS} FROM (
                 SELECT *, LENGTH(batch) AS size, SUM(LENGTH(batch)) OVER (ORDER BY id) AS total
-                FROM (SELECT id, batch, written_at_us {_FIRST}) AS first_rows
+                FROM (SELECT {_COLUMNS} {_FIRST}) AS first_rows
             ) AS sizes WHERE {_FITS}
         """)  # noqa: S608
     ),
     "sqlite": text(f"""
-        SELECT id, batch, written_at_us FROM headrace_outbox WHERE id IN (
+        SELECT {_COLUMNS} FROM headrace_outbox WHERE id IN (
             SELECT id FROM (
                 SELECT id, size, SUM(size) OVER (ORDER BY id) AS total FROM (SELECT id, LENGTH(batch) AS size {_FIRST})
             ) WHERE {_FITS}
@@ -151,9 +152,10 @@ class OutboxTarget(Protocol):
 
 
 class WaitingBatch(NamedTuple):
-    """A batch of the outbox, which is not published yet."""
+    """A row of the outbox that is not published yet."""
 
     id: int
+    stream: str
     batch: bytes
     written_at_us: int
 
@@ -292,7 +294,7 @@ class OutboxMover:
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
-            self._refuse(connection, release.ids[0], problem)
+            self._refuse(connection, release.ids[0], str(release.batches[0].stream), problem)
         self._write_lane(connection, lane, release.number, ids)
 
     # ---- one transaction -------------------------------------------------------------------------------------------
@@ -332,11 +334,11 @@ class OutboxMover:
             if number <= last:
                 connection.execute(_DELETE[dialect], {"ids": row.ids})
             else:
-                rows = _rows(connection, _RELEASED, {"ids": row.ids})
+                rows = _find_batches(connection, _RELEASED, {"ids": row.ids})
         if rows:
             ids = [each.id for each in rows]
-            now = now_us()
-            batches = [_batch_of(each, now) for each in rows]
+            at_us = now_us()
+            batches = [_batch_of(each, at_us) for each in rows]
         else:
             # A restored database has a lower number than the queue, which would take the next releases for stored.
             number = max(number, last)
@@ -357,60 +359,61 @@ class OutboxMover:
             )
 
     def _next(self, connection: Connection, key: dict[str, Any]) -> tuple[list[int], list[EventBatch]]:
-        """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused if it is the
-        first one: later batches of its stream wait. Otherwise, the release ends before it."""
+        """Return ids and batches of the lane's next release. Mark a batch that cannot be read as refused: later batches
+        of its stream wait."""
         values = {**key, "max_bytes": RELEASE_BYTES}
-        while rows := _rows(connection, _NEXT, values):
-            now = now_us()
-            batches: list[EventBatch] = []
-            try:
-                batches.extend(_batch_of(row, now) for row in rows)
-            except InvalidArgument as error:
-                if not batches:
-                    self._refuse(connection, rows[0].id, str(error))
+        while rows := _find_batches(connection, _NEXT, values):
+            batches: dict[int, EventBatch] = {}
+            waiting: set[str] = set()
+            at_us = now_us()
+            for row in rows:
+                if row.stream in waiting:
                     continue
-            return [row.id for row in rows[: len(batches)]], batches
+                try:
+                    batches[row.id] = _batch_of(row, at_us)
+                except InvalidArgument as error:
+                    self._refuse(connection, row.id, row.stream, str(error))
+                    waiting.add(row.stream)
+            if batches:
+                return list(batches), list(batches.values())
         return [], []
 
-    def _refuse(self, connection: Connection, row_id: int, problem: str) -> None:
-        """Let the stream of a row wait. Do nothing if somebody has deleted the row."""
-        stream = connection.execute(_REFUSE, {"problem": problem, "id": row_id}).scalar()
-        if stream is None:
-            return
+    def _refuse(self, connection: Connection, row_id: int, stream: str, problem: str) -> None:
         log.error(
             "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
             self._target.name, stream, problem,
         )  # fmt: skip
+        connection.execute(_REFUSE, {"problem": problem, "id": row_id})
 
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {"number": number, "ids": json.dumps(list(ids)), "holder": self._holder}
         connection.execute(_WRITE_LANE[connection.dialect.name], {**self._key(lane), **values})
 
 
-def _rows(
+def _find_batches(
     connection: Connection, statements: Mapping[str, Executable], values: Mapping[str, Any]
 ) -> list[WaitingBatch]:
-    """Return the rows that the statement of the dialect finds, in the order of ids."""
+    """Return the rows that the statement finds, in the order of their ids. In PostgreSQL, they come as one row."""
     dialect = connection.dialect.name
     found = connection.execute(statements[dialect], values)
     if dialect == "sqlite":
         return [WaitingBatch(*row) for row in found]
-    ids, sizes, joined, times = found.one()
+    ids, streams, times, sizes, joined = found.one()
     if ids is None:
         return []
     whole, ends = bytes(joined), accumulate(sizes)
     batches = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
-    return list(map(WaitingBatch, ids, batches, times))
+    return list(map(WaitingBatch, ids, streams, batches, times))
 
 
-def _batch_of(row: WaitingBatch, now: int) -> EventBatch:
-    """Return the batch of a row, delayed by the rest of its delay, which begins at the publish. `now`: as `now_us`.
+def _batch_of(row: WaitingBatch, at_us: int) -> EventBatch:
+    """Return the batch of a row, at the time `at_us`. Its delay began at the publish: only the rest of it is left.
 
     At least 1 µs is left. So a release that is repeated goes the same way through the queue, which knows its number
     there: a queue may keep batches with a delay in another place than the others. Raises InvalidArgument.
     """
-    batch = accepted(bytes(row.batch), now)
+    batch = accepted(bytes(row.batch), at_us)
     if not isinstance(batch, ScheduledBatch) or not batch.delay_us:
         return batch
-    waited_us = max(now - row.written_at_us, 0)  # the clocks of two processes may differ
+    waited_us = max(at_us - row.written_at_us, 0)  # the clocks of two processes may differ
     return batch.with_delay(max(batch.delay_us - waited_us, 1))

@@ -55,7 +55,8 @@ class ObservedTransaction:
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
         self._was_ended = False
         self._status: int | None = None
-        """The transaction state of libpq when it was asked last; None if the driver is not psycopg."""
+        """The transaction state that libpq reported last. None before the first report, and for drivers without
+        libpq."""
         self._lost = ""
         """Why the connection or the transaction was lost. Errors that follow do not name the reason."""
 
@@ -125,8 +126,8 @@ class ObservedTransaction:
             )
 
     @property
-    def reports_aborted(self) -> bool:
-        """Whether `check` sees an aborted transaction. SQLite has none."""
+    def is_abort_visible(self) -> bool:
+        """Whether `check` raises for an aborted transaction. True for SQLite, which aborts none."""
         return self._status is not None or self._is_sqlite
 
 

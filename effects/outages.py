@@ -34,11 +34,12 @@ def note_error_of_effects(error: BaseException) -> None:
     _errors_of_effects.add(error)
 
 
-class Outages:
-    """Turns errors that say that the database cannot be reached into Unavailable, and missing rights into
-    InvalidArgument. Only for statements of headrace's own.
+class _Outages:
+    """Turns an error that says that the database cannot be reached into Unavailable, and a missing right into
+    InvalidArgument. Use `with outages:` only around headrace's own statements.
 
-    Each event enters this several times: a generator with `contextmanager` would take five times as long.
+    A class, because a generator with `contextmanager` takes five times as long, and each event enters this several
+    times.
     """
 
     def __enter__(self) -> None: ...
@@ -53,7 +54,7 @@ class Outages:
             raise InvalidArgument(f"the database of the effects: {first_line(error)}: {GRANT}") from error
 
 
-outages = Outages()
+outages = _Outages()
 
 
 def unavailable(error: BaseException) -> Unavailable:

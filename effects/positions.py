@@ -112,6 +112,7 @@ class StreamPosition:
 
     @cached_property
     def _failed(self) -> FailedEvents:
+        """Made when it is needed: most deliveries have no failed events."""
         return FailedEvents(self.scope, self._key)
 
     def _row(self, first: SequenceToken, last: SequenceToken) -> dict[str, Any]:

@@ -72,11 +72,16 @@ class EventPublisher(QueuePositions):
                 with tracing.active.publishing(self.name, stream, len(given)) as trace:
                     return await self._publish(stream, given, trace)
             trace = NOT_RECORDED
-        plain = events if type(events) is bytes and delay is None and priority is None else None
+        # The fast path of the most common call: one payload, which shares a call if other publishes are under way.
+        payload = events if type(events) is bytes and delay is None and priority is None else None
         shared = self._shared
-        if plain is not None and shared is not None and (shared.waiting or self.publishing.under_way >= MIN_PUBLISHES):
+        if (
+            payload is not None
+            and shared is not None
+            and (shared.waiting or self.publishing.under_way >= MIN_PUBLISHES)
+        ):
             try:
-                batch = EventBatch.of_payload(stream, plain, trace)
+                batch = EventBatch.of_payload(stream, payload, trace)
                 token = (await shared.add(self.queue_of(stream), batch)).token
             except Exception as error:
                 self.publishing.note_error(error)
@@ -87,8 +92,8 @@ class EventPublisher(QueuePositions):
             return token
         number = self.publishing.begin()
         try:
-            if plain is not None:
-                batches = [(self.queue_of(stream), EventBatch.of_payload(stream, plain, trace))]
+            if payload is not None:
+                batches = [(self.queue_of(stream), EventBatch.of_payload(stream, payload, trace))]
             else:
                 queue = self.queue_of(stream)
                 given = scheduled(listed(stream, events, self.codecs), delay, priority)

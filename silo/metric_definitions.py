@@ -236,7 +236,8 @@ SECTIONS: Sequence[MetricSection] = (
             _provider(
                 "publish_seconds",
                 "histogram",
-                "Time until a publish was stored, or failed. One publish in eight is measured.",
+                "Time until a publish was stored, or failed. One publish in eight is measured. The time of events that "
+                "share a call begins with the call.",
                 lambda p: p.publish_durations,
             ),
             _coded(

@@ -64,7 +64,8 @@ class SharedCalls:
             return
         batches, answers = self.waiting, self._answers
         self.waiting, self._answers, self._nbytes = [], [], 0
-        number, count = self._publishing.begin(len(batches)), len(batches)
+        count = len(batches)
+        number = self._publishing.begin(count)
         try:
             stored = asyncio.ensure_future(self._store(batches))
         except Exception as error:  # noqa: BLE001 (each publisher gets it)
@@ -72,7 +73,7 @@ class SharedCalls:
             self._publishing.end(number, count)
             return
         stored.add_done_callback(lambda done: _answer(answers, done))
-        # After the callers' next step: what they publish then shares a call again.
+        # End them only after the callers' next step: what the callers publish in it then shares a call, too.
         stored.add_done_callback(lambda _: self._loop.call_soon(self._publishing.end, number, count))
 
     def _end_turn(self) -> None:

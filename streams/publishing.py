@@ -105,6 +105,11 @@ class _Flush:
                 self.done.set()
 
 
+def _measured_among(number: int, count: int) -> int:
+    """Return how many of the `count` publishes up to `number` are measured: one in `MEASURED`."""
+    return (number - 1) // MEASURED - (number - 1 - count) // MEASURED
+
+
 class PendingPublishes:
     """Publishes that have begun and not ended. A flush waits for those that began before it."""
 
@@ -114,7 +119,7 @@ class PendingPublishes:
         self._last = 0
         """Number of the publish that began last."""
         self._measured: dict[int, float] = {}
-        """When a publish began (`monotonic`), by its number."""
+        """When publishes began (`monotonic`), by the number that `begin` returned."""
         self._flushes: list[_Flush] = []
         self.durations = Histogram()
         """How long publishes took until they were stored, or failed: one in `MEASURED`."""
@@ -125,15 +130,15 @@ class PendingPublishes:
         """Count publishes that begin together. Returns the number to pass to `end`: that of the last one."""
         self._last = number = self._last + count
         self.under_way += count
-        if (number - 1) % MEASURED < count:
+        if _measured_among(number, count):
             self._measured[number] = monotonic()
         return number
 
     def end(self, number: int, count: int = 1) -> None:
         """Note that publishes that began together are stored, or have failed."""
         self.under_way -= count
-        if (number - 1) % MEASURED < count:
-            self.durations.observe(monotonic() - self._measured.pop(number), max(count // MEASURED, 1))
+        if measured := _measured_among(number, count):
+            self.durations.observe(monotonic() - self._measured.pop(number), measured)
         if self._flushes:
             for flush in self._flushes:
                 flush.note_end(number, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -13,6 +14,8 @@ from ...streams.errors import InvalidArgument
 POLL_S, POOLER_POLL_S = 1.0, 0.02
 """Default of `poll_s`, without and with `pooler`."""
 _SECRET = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
+_HOST = re.compile(r"(\[[^\]]*\]|[^:@\[]*)(:\d*)?")
+"""A host of a URL, with its port."""
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -96,9 +99,13 @@ def check_url(url: str) -> str:
         raise InvalidArgument(
             "adapter 'postgres': url: expected postgresql://user@host:port/database", option="options"
         )
-    if rest.partition("/")[0].count("@") > 1:  # libpq takes the end of the password for the host, and reports it
-        raise InvalidArgument(
-            "adapter 'postgres': url: there is more than one @ before the database: write %40 for an @ in the password",
+    user, at, place = rest.partition("@")
+    if not at or "/" in user:  # as in `without_password`
+        place = rest
+    hosts = re.split("[/?]", place, maxsplit=1)[0].split(",")
+    if "@" in place.partition("?")[0] or not all(map(_HOST.fullmatch, hosts)):
+        raise InvalidArgument(  # libpq would take a part of the password for the host, and report it
+            "adapter 'postgres': url: write %40 for an @, %2F for a / and %3A for a : in the user and the password",
             option="options",
         )
     return f"postgresql://{rest}"

@@ -27,7 +27,7 @@ from .lookup import (
 )
 from .visible import VisibleBounds
 
-_PAST_END = "the position is past the end of its queue, which has lost it or is another one"
+_PAST_END = "the position is past the end of its queue: the queue lost its end, or was made anew"
 
 
 class ConsumerKey(NamedTuple):

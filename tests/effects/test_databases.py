@@ -312,9 +312,18 @@ async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path:
         assert (database.log(), counts.already_applied) == ([], 1)
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:secret@h:port/x", "postgresql://me:secret@[::1/x", "no url, secret"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@h:port/x",
+        "postgresql://me:secret@[::1/x",
+        "no url, secret",
+        "postgresql://me:not@secret@h/x",
+        "postgresql://me:not@x/secret@h/x",
+    ],
+)
 def test_a_text_that_is_no_url_is_refused_and_not_shown(url: str):
-    with pytest.raises(InvalidArgument, match=r"the URL of the database is wrong .*: write postgresql://") as caught:
+    with pytest.raises(InvalidArgument, match=r"the URL of the database is wrong: write postgresql://") as caught:
         engine_of(url)
     assert "secret" not in str(caught.value)
 

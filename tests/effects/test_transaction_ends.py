@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from headrace import Event, InvalidArgument, StreamState, Transaction, Unavailable
 from headrace.effects.observed import ObservedTransaction
@@ -414,5 +415,41 @@ async def test_a_full_disk_in_a_savepoint_is_an_outage(tmp_path: Path, schema_ur
 
         effects, _ = in_scope(database, handler)
         with pytest.raises(Unavailable, match="database or disk is full"):
+            await effects.call(event_at(5))
+        assert nothing_is_applied(database)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Written(Base):
+    __tablename__ = "log"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
+@pytest.mark.parametrize("listened", ["after_flush", "after_flush_postexec"])
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_an_error_that_a_listener_catches_in_the_last_flush_is_not_taken_for_done(
+    kind: str, listened: str, schema_url: Callable[[], str]
+):
+    """PostgreSQL answers the COMMIT by a rollback then, which psycopg does not report."""
+
+    def fail(session: Session, *_: object) -> None:
+        with suppress(SQLAlchemyError):
+            session.connection().execute(text("SELECT 1 / 0"))
+
+    def work(session: Session) -> None:
+        session.add(Written(value="first"))
+        event.listen(session, listened, fail)
+
+    async def handler(_: Event, tx: Transaction) -> None:
+        await tx.run(work)
+
+    async with user_database(kind, "", schema_url) as database:
+        effects, _ = in_scope(database, handler)
+        with pytest.raises(Exception, match="transaction"):
             await effects.call(event_at(5))
         assert nothing_is_applied(database)

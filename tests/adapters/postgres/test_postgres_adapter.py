@@ -509,7 +509,7 @@ async def test_a_standby_is_refused() -> None:
         ),
         ("postgresql://one:1,two:2/db?pass%77ord=x", "postgresql://one:1,two:2/db"),
         ("postgresql+psycopg://me:x@h", "postgresql+psycopg://me@h"),
-        ("postgresql://h/d@b", "postgresql://h/d@b"),
+        ("postgresql://me:x@h?application_name=a@b", "postgresql://me@h?application_name=a@b"),
     ],
 )
 def test_stored_url_has_all_but_the_password(url: str, stored: str) -> None:
@@ -529,6 +529,8 @@ async def test_secrets_are_in_no_message_and_not_stored(postgres_url: str) -> No
         "mysql://me:hidden@host/db",
         "postgresql://me:hid%den@host/db",
         "postgresql://me:not@hidden@host/db",
+        "postgresql://me:hidden/x@host/db",
+        "postgresql://me:not@hid/den@host/db",
     ):
         with pytest.raises((InvalidArgument, StorageError)) as caught:
             async with opened(url):
