@@ -93,10 +93,10 @@ _WITH_IDS = {
 }
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
 _DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
-_COLUMNS = "id, stream, batch, written_at_us"
+_COLUMNS = "id, batch, written_at_us"
 _AS_ONE_ROW = """
-    SELECT array_agg(id ORDER BY id), array_agg(stream ORDER BY id), array_agg(written_at_us ORDER BY id),
-    array_agg(LENGTH(batch) ORDER BY id), string_agg(batch, '' ORDER BY id) FROM ({}) AS found
+    SELECT array_agg(id ORDER BY id), array_agg(written_at_us ORDER BY id), array_agg(LENGTH(batch) ORDER BY id),
+    string_agg(batch, '' ORDER BY id) FROM ({}) AS found
 """
 """All rows as one row: for a thousand rows, SQLAlchemy and the driver take longer than the rest of a release."""
 _RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {{}}"  # noqa: S608
@@ -104,6 +104,7 @@ _RELEASED = {
     "postgresql": text(_AS_ONE_ROW.format(_RELEASED_ROWS.format(_WITH_IDS["postgresql"]))),
     "sqlite": text(f"{_RELEASED_ROWS.format(_WITH_IDS['sqlite'])} ORDER BY id"),
 }
+_STREAMS = {name: text(f"SELECT id, stream FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
 _REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
 _FIRST = f"""
     FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
@@ -155,7 +156,6 @@ class WaitingBatch(NamedTuple):
     """A row of the outbox that is not published yet."""
 
     id: int
-    stream: str
     batch: bytes
     written_at_us: int
 
@@ -364,16 +364,19 @@ class OutboxMover:
         values = {**key, "max_bytes": RELEASE_BYTES}
         while rows := _find_batches(connection, _NEXT, values):
             batches: dict[int, EventBatch] = {}
+            streams: Mapping[int, str] = {}
             waiting: set[str] = set()
             at_us = now_us()
             for row in rows:
-                if row.stream in waiting:
+                if waiting and streams.get(row.id) in waiting:
                     continue
                 try:
                     batches[row.id] = _batch_of(row, at_us)
                 except InvalidArgument as error:
-                    self._refuse(connection, row.id, row.stream, str(error))
-                    waiting.add(row.stream)
+                    streams = streams or _find_streams(connection, rows)
+                    stream = streams.get(row.id, "")
+                    self._refuse(connection, row.id, stream, str(error))
+                    waiting.add(stream)
             if batches:
                 return list(batches), list(batches.values())
         return [], []
@@ -398,12 +401,18 @@ def _find_batches(
     found = connection.execute(statements[dialect], values)
     if dialect == "sqlite":
         return [WaitingBatch(*row) for row in found]
-    ids, streams, times, sizes, joined = found.one()
+    ids, times, sizes, joined = found.one()
     if ids is None:
         return []
     whole, ends = bytes(joined), accumulate(sizes)
     batches = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
-    return list(map(WaitingBatch, ids, streams, batches, times))
+    return list(map(WaitingBatch, ids, batches, times))
+
+
+def _find_streams(connection: Connection, rows: Sequence[WaitingBatch]) -> Mapping[int, str]:
+    """Return the stream of each row, by its id. Only for rows that cannot be read, because it takes time."""
+    ids = json.dumps([row.id for row in rows])
+    return {row.id: row.stream for row in connection.execute(_STREAMS[connection.dialect.name], {"ids": ids})}
 
 
 def _batch_of(row: WaitingBatch, at_us: int) -> EventBatch:

@@ -695,7 +695,7 @@ async def test_a_step_reads_no_more_batches_than_it_releases(postgres: UserDatab
 
     def note(_: object, cursor: Any, statement: str, *__: object) -> None:
         if "string_agg(batch" in statement:
-            read.append(len(cursor.pgresult.get_value(0, 4) or b"") // 2 >> 20)  # two digits for each byte
+            read.append(len(cursor.pgresult.get_value(0, 3) or b"") // 2 >> 20)  # two digits for each byte
 
     event.listen(engine, "after_cursor_execute", note)
     queue = RecordingQueue()
