@@ -125,7 +125,8 @@ def engine_of(url: str, *, create: bool = False) -> Engine:
             parsed = parsed.set(drivername="postgresql")
         backend = parsed.get_backend_name()
         check_dialect(backend)
-        if backend == "postgresql" and "@" in f"{parsed.host}{parsed.database}":
+        name = url.partition("@")[2].partition("?")[2].partition("=")[0]  # a password with @ and ? looks like a query
+        if backend == "postgresql" and "@" in f"{parsed.host}{parsed.database}{name}":
             raise ValueError  # noqa: TRY301 (a part of the password would be in errors of the driver)
         _refuse_in_memory(parsed)
         if parsed.drivername == "postgresql" or parsed.get_dialect().is_async:

@@ -367,9 +367,8 @@ class EffectsInScope:
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
         if self._state_options is None:
-            async with (
-                self._database.transaction() as transaction
-            ):  # not `_applying`: one generator less for each event
+            # Not `_applying`: that is one generator more for each event.
+            async with self._database.transaction() as transaction:
                 await self._handle(delivered, await self._claim(transaction, events))
             return
         known = self._known.get(_stream_of(events[0]))

@@ -55,8 +55,8 @@ class ObservedTransaction:
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
         self._was_ended = False
         self._status: int | None = None
-        """The transaction state that libpq reported last. None before the first report, and for drivers without
-        libpq."""
+        """The transaction state that libpq reported last; it stays after the connection is lost. None before the first
+        report, and for drivers without libpq."""
         self._lost = ""
         """Why the connection or the transaction was lost. Errors that follow do not name the reason."""
 

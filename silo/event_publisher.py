@@ -165,7 +165,8 @@ class EventPublisher(QueuePositions):
     async def flush(self) -> None:
         """Return when all events published before are stored or have failed. The publishing callers get the errors.
 
-        Publishes whose caller was cancelled do not count: their events may be stored later, or not at all.
+        It does not wait for publishes whose caller was cancelled, except those that share a call: their events may be
+        stored later, or not at all.
         """
         self._flush_shared()
         await self.publishing.flush()

@@ -200,19 +200,20 @@ class RecordPublisher:
 
     def _poll(self, producer: Any) -> None:
         while not self._closing and producer is self._producer:
-            self._report_fatal(partial(producer.poll, POLL_S))
-        self._report_fatal(partial(producer.flush, self._clients.options.publish_timeout_s + 1))
+            self._has_polled(partial(producer.poll, POLL_S))
+        flush = partial(producer.flush, self._clients.options.publish_timeout_s + 1)
+        if not self._has_polled(flush):
+            self._has_polled(flush)
 
-    def _report_fatal(self, poll: Callable[[], object]) -> None:
-        """Poll. If the client raises its fatal error, poll again: it has not reported all records. The next record gets
-        a new producer."""
-        while True:
-            try:
-                poll()
-            except KafkaException as error:
-                log.error("the producer of topic %r has failed: %s", self._topic, error.args[0].str())  # noqa: TRY400
-            else:
-                return
+    def _has_polled(self, poll: Callable[[], object]) -> bool:
+        """Poll. Return False if the client raises its fatal error, which it does once: it has not reported all records
+        then. The next record gets a new producer."""
+        try:
+            poll()
+        except KafkaException as error:
+            log.error("the producer of topic %r has failed: %s", self._topic, error.args[0].str())  # noqa: TRY400
+            return False
+        return True
 
     def _on_delivery(self, call: PendingRecords, index: int, error: KafkaError | None, message: Any = None) -> None:
         offset = None if message is None else message.offset()

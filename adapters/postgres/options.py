@@ -105,7 +105,8 @@ def check_url(url: str) -> str:
     hosts = re.split("[/?]", place, maxsplit=1)[0].split(",")
     if "@" in place.partition("?")[0] or not all(map(_HOST.fullmatch, hosts)):
         raise InvalidArgument(  # libpq would take a part of the password for the host, and report it
-            "adapter 'postgres': url: write %40 for an @, %2F for a / and %3A for a : in the user and the password",
+            "adapter 'postgres': url: expected postgresql://user:password@host:port/database, with a number as the "
+            "port; in the user, the password and the database, write %40 for @, %2F for / and %3A for :",
             option="options",
         )
     return f"postgresql://{rest}"

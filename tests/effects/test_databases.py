@@ -320,6 +320,7 @@ async def test_no_gap_is_recorded_while_the_position_cannot_be_written(tmp_path:
         "no url, secret",
         "postgresql://me:not@secret@h/x",
         "postgresql://me:not@x/secret@h/x",
+        "postgresql://me:not@secret?x@h/x",
     ],
 )
 def test_a_text_that_is_no_url_is_refused_and_not_shown(url: str):

@@ -641,7 +641,7 @@ async def test_a_batch_that_cannot_be_read_holds_up_its_stream_alone(async_datab
     assert [problem is not None for _, problem in problems] == [True, False]
 
 
-async def test_many_batches_that_cannot_be_read_take_one_read(postgres: UserDatabase):
+async def test_many_batches_that_cannot_be_read_take_few_reads(postgres: UserDatabase):
     """If the silo is older than the publishers, these are all rows. A read for each would hold up all other streams."""
     for number in range(50):
         publish(postgres, StreamId("orders", str(number)), b"x")
@@ -650,7 +650,7 @@ async def test_many_batches_that_cannot_be_read_take_one_read(postgres: UserData
     reads: list[str] = []
 
     def note(_: object, __: object, statement: str, *___: object) -> None:
-        if "string_agg(batch" in statement:
+        if "string_agg(batch" in statement or statement.startswith("SELECT id, stream"):
             reads.append(statement)
 
     event.listen(engine, "after_cursor_execute", note)
@@ -658,7 +658,7 @@ async def test_many_batches_that_cannot_be_read_take_one_read(postgres: UserData
     while await mover.move():
         pass
     assert (await mover.backlog()).refused == 50
-    assert len(reads) <= 3
+    assert len(reads) <= 4
     engine.dispose()
 
 

@@ -450,6 +450,6 @@ async def test_an_error_that_a_listener_catches_in_the_last_flush_is_not_taken_f
 
     async with user_database(kind, "", schema_url) as database:
         effects, _ = in_scope(database, handler)
-        with pytest.raises(Exception, match="transaction"):
+        with pytest.raises(Exception, match="aborted"):
             await effects.call(event_at(5))
         assert nothing_is_applied(database)
