@@ -7,6 +7,7 @@ All statements are written for a plain `Connection` of SQLAlchemy. With an `Asyn
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -27,6 +28,7 @@ from .statement_thread import StatementThread
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PARAMETER = re.compile(r":(\w+)")
 DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
 
@@ -82,17 +84,27 @@ class EffectDatabase(ABC):
 
 class DriverStatement:
     """A statement that returns no rows, and is executed for each event. In PostgreSQL it bypasses SQLAlchemy's
-    execution, which costs as much as the driver's."""
+    execution, which costs as much as the driver's. With psycopg, BEGIN goes with it if no transaction is open."""
 
     def __init__(self, sql: str) -> None:
         self._statement = text(sql)
         self._compiled: dict[tuple[str, str], tuple[str, Sequence[str] | None]] = {}
         """By dialect and driver: text, and the order of parameters if it has no names."""
+        self._names = list(dict.fromkeys(_PARAMETER.findall(sql)))
+        """The names of the parameters `$1`, `$2` and so on of `_numbered`."""
+        self._numbered = _PARAMETER.sub(lambda found: f"${self._names.index(found[1]) + 1}", sql)
 
     def execute(self, connection: Connection, values: Mapping[str, Any]) -> int:
         """Return the number of rows that were changed. Raises the errors of SQLAlchemy, and NotSupported if the driver
         does not tell this number."""
         dialect = connection.dialect
+        if dialect.driver == "psycopg":
+            from .first_statement import begin_and_execute, can_begin  # noqa: PLC0415 (psycopg is optional)
+
+            if can_begin(connection):
+                numbered = [values[name] for name in self._names]
+                with _DriverErrors(connection, self._numbered, numbered):
+                    return begin_and_execute(connection, self._numbered, numbered)
         known = self._compiled.get((dialect.name, dialect.driver))
         if known is None:
             made = cast("Any", self._statement.compile(dialect=dialect))
@@ -110,18 +122,30 @@ class DriverStatement:
 
 
 def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
-    pooled, cursor = connection.connection, None
-    try:
-        cursor = pooled.cursor()
-        cursor.execute(sql, parameters)
-        return cursor.rowcount
-    except BaseException as error:  # noqa: BLE001 (it is raised again)
-        # Wraps the error and invalidates a lost connection, as for SQLAlchemy's own statements. There is no public
-        # method; test_one_lost_connection_of_the_pool_stands_for_all finds out if this one changes.
-        connection._handle_dbapi_exception(error, sql, parameters, cursor, None)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    finally:
-        if cursor is not None:
+    with _DriverErrors(connection, sql, parameters):
+        cursor = connection.connection.cursor()
+        try:
+            cursor.execute(sql, parameters)
+            return cursor.rowcount
+        finally:
             cursor.close()
+
+
+class _DriverErrors:
+    """Raises the driver's errors as SQLAlchemy does for its own statements: wraps them, and invalidates a lost
+    connection."""
+
+    def __init__(self, connection: Connection, sql: str, parameters: Any) -> None:
+        self._connection = connection
+        self._sql = sql
+        self._parameters = parameters
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            # There is no public method; test_one_lost_connection_of_the_pool_stands_for_all finds out if it changes.
+            self._connection._handle_dbapi_exception(error, self._sql, self._parameters, None, None)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 
 # ---- AsyncEngine -----------------------------------------------------------------------------------------------------
