@@ -158,24 +158,31 @@ class AsyncEffectDatabase(EffectDatabase):
         super().__init__(engine.sync_engine)
         self._engine = engine
 
-    @asynccontextmanager
-    async def transaction(self) -> AsyncGenerator[EffectTransaction]:
-        async with _OpenedConnection(self._engine) as connection, _transaction_on(connection) as opened:
-            yield opened
+    def transaction(self) -> AbstractAsyncContextManager[EffectTransaction]:
+        return _ConnectedTransaction(self._engine)
 
 
-class _OpenedConnection:
-    """A connection of the engine, for an `async with`. Entering raises Unavailable if there is none."""
+class _ConnectedTransaction(AbstractAsyncContextManager[EffectTransaction]):
+    """A transaction on a connection of the engine. Entering raises Unavailable if there is none."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._connection = engine.connect()
 
-    async def __aenter__(self) -> AsyncConnection:
+    async def __aenter__(self) -> EffectTransaction:
         with outages:
-            return await self._connection.__aenter__()
+            connection = await self._connection.__aenter__()
+        self._transaction = _transaction_on(connection)
+        try:
+            return await self._transaction.__aenter__()
+        except BaseException:
+            await self._connection.__aexit__(None, None, None)
+            raise
 
-    async def __aexit__(self, *error: Any) -> None:  # noqa: PYI036 (passed on)
-        await self._connection.__aexit__(*error)
+    async def __aexit__(self, *error: Any) -> bool | None:  # noqa: PYI036 (passed on)
+        try:
+            return await self._transaction.__aexit__(*error)
+        finally:
+            await self._connection.__aexit__(None, None, None)
 
 
 class ConnectionEffectDatabase(EffectDatabase):

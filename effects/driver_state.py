@@ -17,17 +17,16 @@ CANCEL_AGAIN_S = 0.2
 """Pause between two attempts to cancel a statement, in seconds: the first one may come between two statements."""
 
 
-def transaction_status(connection: Connection) -> int | None:
-    """Return the transaction state of libpq; None if the driver is not psycopg."""
+def libpq_of(connection: Connection) -> Any:
+    """Return the object with libpq's `transaction_status`; None if the driver is not psycopg."""
     driver = connection.connection.driver_connection
     libpq = getattr(driver, "pgconn", None) or getattr(driver, "info", None)  # psycopg, psycopg2
-    status = getattr(libpq, "transaction_status", None)
-    return None if status is None else int(status)
+    return libpq if hasattr(libpq, "transaction_status") else None
 
 
 def is_in_transaction(connection: Connection) -> bool | None:
     """Return whether asyncpg or SQLite has a transaction open; None if the driver does not report it. For psycopg:
-    `transaction_status`."""
+    `libpq_of`."""
     driver = connection.connection.driver_connection
     asks = getattr(driver, "is_in_transaction", None)  # asyncpg
     state = asks() if callable(asks) else getattr(driver, "in_transaction", None)  # sqlite3 and aiosqlite
@@ -49,7 +48,8 @@ def has_running_statement(connection: Connection) -> bool:
     lock = getattr(connection.connection.driver_connection, "lock", None)
     # A lock that is free may have waiters: they come before the COMMIT.
     is_used = isinstance(lock, asyncio.Lock) and (lock.locked() or bool(getattr(lock, "_waiters", None)))
-    return is_used or transaction_status(connection) == ACTIVE
+    libpq = libpq_of(connection)
+    return is_used or (libpq is not None and libpq.transaction_status == ACTIVE)
 
 
 def refuse_autocommit(connection: Connection) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..streams.errors import InvalidArgument, Unavailable
-from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IDLE, IN_ERROR, is_in_transaction, transaction_status
+from .driver_state import CANCEL_AGAIN_S, CANCEL_S, IDLE, IN_ERROR, is_in_transaction, libpq_of
 from .outages import first_line, note_error_of_effects, tells_lock, tells_outage, unavailable_because
 
 _GAP = r"(?:\s|;|/\*(?:[^*]|\*(?!/))*\*/|--[^\n]*(?:\n|\Z))"
@@ -50,6 +50,7 @@ class ObservedTransaction:
         self._connection = ref(connection)
         self._begin_nested = begin_nested
         self._root = connection.get_transaction()
+        self._libpq = libpq_of(connection)
         self._is_sqlite = connection.dialect.name == "sqlite"
         self._is_open = False
         """SQLAlchemy and the drivers begin late: in SQLite, only with the first statement that writes."""
@@ -81,7 +82,7 @@ class ObservedTransaction:
         connection = self._connection()
         if connection is None or connection.closed or connection.invalidated:
             return
-        self._status = status = transaction_status(connection)
+        self._status = status = None if self._libpq is None else int(self._libpq.transaction_status)
         is_open = is_in_transaction(connection) if status is None else status != IDLE
         self._was_ended |= self._is_open and is_open is False
         self._is_open |= is_open is True
