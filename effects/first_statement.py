@@ -11,11 +11,13 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from psycopg import capabilities, errors, generators
+from psycopg import errors, generators, pq
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import AdaptedConnection, Connection
 
+_PIPELINES = 140_000
+"""The first version of libpq that has pipelines."""
 _BEGIN, _ROLLBACK = b"BEGIN", b"ROLLBACK"
 _UNPREPARED = b""
 """The name of a statement that is parsed each time."""
@@ -31,7 +33,7 @@ def can_begin(connection: Connection) -> bool:
     if pgconn is None or pgconn.transaction_status != TransactionStatus.IDLE or driver.autocommit:
         return False
     has_options = driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None
-    return not has_options and pgconn.pipeline_status == PipelineStatus.OFF and capabilities.has_pipeline()
+    return not has_options and pgconn.pipeline_status == PipelineStatus.OFF and pq.version() >= _PIPELINES
 
 
 def begin_and_execute(connection: Connection, sql: str, parameters: Sequence[str | int]) -> int:
