@@ -92,20 +92,26 @@ _WITH_IDS = {
     "sqlite": "id IN (SELECT value FROM json_each(:ids))",
 }
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
-_DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
+_DELETE = {
+    name: text(f"DELETE FROM headrace_outbox WHERE {_LANE} AND {ids}")  # noqa: S608
+    for name, ids in _WITH_IDS.items()
+}
 _COLUMNS = "id, batch, written_at_us"
 _AS_ONE_ROW = """
     SELECT array_agg(id ORDER BY id), array_agg(written_at_us ORDER BY id), array_agg(LENGTH(batch) ORDER BY id),
     string_agg(batch, '' ORDER BY id) FROM ({}) AS found
 """
 """All rows as one row: for a thousand rows, SQLAlchemy and the driver take longer than the rest of a release."""
-_RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {{}}"  # noqa: S608
+_RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {_LANE} AND {{}}"  # noqa: S608
 _RELEASED = {
     "postgresql": text(_AS_ONE_ROW.format(_RELEASED_ROWS.format(_WITH_IDS["postgresql"]))),
     "sqlite": text(f"{_RELEASED_ROWS.format(_WITH_IDS['sqlite'])} ORDER BY id"),
 }
-_STREAMS = {name: text(f"SELECT id, stream FROM headrace_outbox WHERE {ids}") for name, ids in _WITH_IDS.items()}  # noqa: S608
-_REFUSE = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
+_STREAMS = {
+    name: text(f"SELECT id, stream FROM headrace_outbox WHERE {_LANE} AND {ids}")  # noqa: S608
+    for name, ids in _WITH_IDS.items()
+}
+_REFUSE = text(f"UPDATE headrace_outbox SET problem = :problem WHERE {_LANE} AND id = :id")  # noqa: S608
 _FIRST = f"""
     FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
     (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
@@ -294,7 +300,7 @@ class OutboxMover:
         if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
             return
         if not ids:
-            self._refuse(connection, release.ids[0], str(release.batches[0].stream), problem)
+            self._refuse(connection, self._key(lane), release.ids[0], str(release.batches[0].stream), problem)
         self._write_lane(connection, lane, release.number, ids)
 
     # ---- one transaction -------------------------------------------------------------------------------------------
@@ -332,9 +338,9 @@ class OutboxMover:
         rows: Sequence[WaitingBatch] = ()
         if row.ids != _NO_IDS:
             if number <= last:
-                connection.execute(_DELETE[dialect], {"ids": row.ids})
+                connection.execute(_DELETE[dialect], {**key, "ids": row.ids})
             else:
-                rows = _find_batches(connection, _RELEASED, {"ids": row.ids})
+                rows = _find_batches(connection, _RELEASED, {**key, "ids": row.ids})
         if rows:
             ids = [each.id for each in rows]
             at_us = now_us()
@@ -373,20 +379,20 @@ class OutboxMover:
                 try:
                     batches[row.id] = _batch_of(row, at_us)
                 except InvalidArgument as error:
-                    streams = streams or _find_streams(connection, rows)
+                    streams = streams or _find_streams(connection, key, rows)
                     stream = streams.get(row.id, "")
-                    self._refuse(connection, row.id, stream, str(error))
+                    self._refuse(connection, key, row.id, stream, str(error))
                     waiting.add(stream)
             if batches:
                 return list(batches), list(batches.values())
         return [], []
 
-    def _refuse(self, connection: Connection, row_id: int, stream: str, problem: str) -> None:
+    def _refuse(self, connection: Connection, key: Mapping[str, Any], row_id: int, stream: str, problem: str) -> None:
         log.error(
             "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
             self._target.name, stream, problem,
         )  # fmt: skip
-        connection.execute(_REFUSE, {"problem": problem, "id": row_id})
+        connection.execute(_REFUSE, {**key, "problem": problem, "id": row_id})
 
     def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
         values = {"number": number, "ids": json.dumps(list(ids)), "holder": self._holder}
@@ -409,10 +415,10 @@ def _find_batches(
     return list(map(WaitingBatch, ids, batches, times))
 
 
-def _find_streams(connection: Connection, rows: Sequence[WaitingBatch]) -> Mapping[int, str]:
+def _find_streams(connection: Connection, key: Mapping[str, Any], rows: Sequence[WaitingBatch]) -> Mapping[int, str]:
     """Return the stream of each row, by its id. Only for rows that cannot be read, because it takes time."""
-    ids = json.dumps([row.id for row in rows])
-    return {row.id: row.stream for row in connection.execute(_STREAMS[connection.dialect.name], {"ids": ids})}
+    ids, statement = json.dumps([row.id for row in rows]), _STREAMS[connection.dialect.name]
+    return {row.id: row.stream for row in connection.execute(statement, {**key, "ids": ids})}
 
 
 def _batch_of(row: WaitingBatch, at_us: int) -> EventBatch:

@@ -17,7 +17,7 @@ ROW = "INSERT INTO headrace_position VALUES ('here', 'billing', 'orders/42', 1, 
 @pytest.mark.long
 def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
     for url in ("sqlite:///user.db", postgres_url):
-        assert headrace("effects", "migrate", url, "--json").json == {"version": 2, "changed": True}
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 3, "changed": True}
         assert "already" in headrace("effects", "migrate", url).err
         assert headrace("effects", "list", url, "--json").json == []
 
@@ -38,7 +38,7 @@ def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_p
     with psycopg.connect(postgres_url) as connection:
         connection.execute(headrace("effects", "ddl").out.encode())
     for url in ("sqlite:///user.db", postgres_url):
-        assert headrace("effects", "migrate", url, "--json").json == {"version": 2, "changed": False}
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 3, "changed": False}
     with psycopg.connect(postgres_url) as connection:
         options = connection.execute("SELECT reloptions FROM pg_class WHERE relname = 'headrace_position'").fetchall()
         assert ["fillfactor=70"] in [row[0] for row in options]

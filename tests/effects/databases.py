@@ -29,6 +29,16 @@ class UserDatabase(NamedTuple):
         with self.inspecting.begin() as connection:
             connection.execute(text(statement), parameters)
 
+    def make_version(self, version: int) -> None:
+        """Change the tables to those of an older version."""
+        if version < 3 and self.inspecting.dialect.name == "postgresql":
+            self.execute("ALTER TABLE headrace_outbox DROP CONSTRAINT headrace_outbox_pkey, ADD PRIMARY KEY (id)")
+            self.execute("CREATE INDEX headrace_outbox_lanes ON headrace_outbox (provider, lane, id)")
+        if version < 2:
+            for column in ("outcome", "generation", "changed_at_us"):
+                self.execute(f"ALTER TABLE headrace_unapplied DROP COLUMN {column}")
+        self.execute("UPDATE headrace_effects_version SET version = :version", version=version)
+
     def log(self) -> list[str]:
         """The events that handlers wrote down, in order."""
         return [value for (value,) in self.rows("SELECT value FROM log ORDER BY id")]

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -365,3 +365,23 @@ async def test_tables_in_postgresql_have_storage_parameters(schema_url: Callable
             ("headrace_outbox_lane", ["fillfactor=50"]),
             ("headrace_position", ["fillfactor=70"]),
         ]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "psycopg"])
+@pytest.mark.parametrize("version", [1, 2])
+async def test_migrated_tables_have_the_keys_of_new_ones(
+    kind: str, version: int, tmp_path: Path, schema_url: Callable[[], str]
+):
+    async with user_database(kind, str(tmp_path / "u.db"), schema_url) as database:
+        new = keys_of_the_outbox(database)
+        database.make_version(version)
+        assert (keys_of_the_outbox(database) == new) is (kind == "sqlite")  # else nothing is migrated here
+        with database.inspecting.begin() as connection:
+            assert migrate(connection)
+        assert keys_of_the_outbox(database) == new
+
+
+def keys_of_the_outbox(database: UserDatabase) -> tuple[Sequence[str], Mapping[str, Sequence[str | None]]]:
+    found = inspect(database.inspecting)
+    indexes = {str(each["name"]): each["column_names"] for each in found.get_indexes("headrace_outbox")}
+    return found.get_pk_constraint("headrace_outbox")["constrained_columns"], indexes

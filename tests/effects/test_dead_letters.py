@@ -241,9 +241,7 @@ async def test_an_event_that_fails_again_after_a_seek_back_can_be_redriven_again
 @pytest.mark.parametrize("kind", ["sqlite", "psycopg"])
 async def test_tables_of_version_1_are_migrated(kind: str, tmp_path: Path, schema_url: Callable[[], str]):
     async with user_database(kind, str(tmp_path / "user.db"), schema_url) as database:
-        for column in ("outcome", "generation", "changed_at_us"):
-            database.execute(f"ALTER TABLE headrace_unapplied DROP COLUMN {column}")
-        database.execute("UPDATE headrace_effects_version SET version = 1")
+        database.make_version(1)
         row = "'here', 'billing', 'orders/42'"
         database.execute(f"INSERT INTO headrace_unapplied VALUES ({row}, 6, 0, 1)")
         database.execute(

@@ -328,6 +328,26 @@ async def publish_one(engine: Engine | AsyncEngine) -> None:
             await OUTBOX.publish(STREAM, b"x", connection=connection)
 
 
+async def test_a_release_from_before_a_migration_is_deleted_and_the_rest_is_moved(async_database: UserDatabase):
+    async_database.make_version(2)
+    for number in range(3):
+        publish(async_database, STREAM, b"%d" % number)
+    first, lane = async_database.rows("SELECT id, lane FROM headrace_outbox ORDER BY id")[0]
+    async_database.execute(
+        "INSERT INTO headrace_outbox_lane (provider, lane, producer, number, ids, holder, until_us) "
+        "VALUES ('default', :lane, 'before', 1, :ids, '', 0)",
+        lane=lane,
+        ids=f"[{first}]",
+    )
+    with async_database.inspecting.begin() as connection:
+        migrate(connection)
+    queue = RecordingQueue()
+    queue.last["before"] = LastCall(1)  # the first row is in the queue, and was not deleted yet
+    await moved(async_database, queue)
+    assert queue.payloads() == [b"1", b"2"]
+    assert rows(async_database) == 0
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "aiosqlite", "psycopg", "psycopg-async", "asyncpg"])
 async def test_a_database_without_tables_is_named_with_the_command(
     kind: str, tmp_path: Path, schema_url: Callable[[], str], caplog: pytest.LogCaptureFixture
