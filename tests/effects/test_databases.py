@@ -282,7 +282,9 @@ async def test_an_unknown_database_or_role_is_told_in_one_line(kind: str, schema
         url = make_url(database.url)
         for wrong in (url.set(database="missing"), url.set(username="nobody")):
             made = engine(kind, wrong.render_as_string(hide_password=False))
-            with pytest.raises(Unavailable, match=r"the database of the effects is not available: .*(missing|nobody)"):
+            with pytest.raises(
+                Unavailable, match=r"the database of effects and outbox is not available: .*(missing|nobody)"
+            ):
                 await Effects(made).check()
             await close(made)
 
