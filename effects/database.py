@@ -28,7 +28,8 @@ from .statement_thread import StatementThread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PARAMETER = re.compile(r":(\w+)")
+_PARAMETER = re.compile(r"(?<!:):(\w+)")
+"""A parameter of SQLAlchemy. `::` is a cast."""
 DEFAULT_TRANSACTIONS = 16
 """How many transactions run at a time if the engine's pool has no size."""
 
@@ -83,15 +84,15 @@ class EffectDatabase(ABC):
 
 
 class DriverStatement:
-    """A statement that returns no rows, and is executed for each event. In PostgreSQL it bypasses SQLAlchemy's
-    execution, which costs as much as the driver's. With psycopg, BEGIN goes with it if no transaction is open."""
+    """A statement that returns no rows, and is executed for each event. PostgreSQL gets it from the driver directly:
+    SQLAlchemy's execution would cost as much again. With psycopg, it begins the transaction if none is open."""
 
     def __init__(self, sql: str) -> None:
         self._statement = text(sql)
         self._compiled: dict[tuple[str, str], tuple[str, Sequence[str] | None]] = {}
         """By dialect and driver: text, and the order of parameters if it has no names."""
         self._names = list(dict.fromkeys(_PARAMETER.findall(sql)))
-        """The names of the parameters `$1`, `$2` and so on of `_numbered`."""
+        """The names of parameters in the order of `$1`, `$2` and so on in `_numbered`."""
         self._numbered = _PARAMETER.sub(lambda found: f"${self._names.index(found[1]) + 1}", sql)
 
     def execute(self, connection: Connection, values: Mapping[str, Any]) -> int:
@@ -133,7 +134,7 @@ def _rows_changed(connection: Connection, sql: str, parameters: Any) -> int:
 
 class _DriverErrors:
     """Raises the driver's errors as SQLAlchemy does for its own statements: wraps them, and invalidates a lost
-    connection."""
+    connection. A class, because it is entered for each event: see `outages`."""
 
     def __init__(self, connection: Connection, sql: str, parameters: Any) -> None:
         self._connection = connection
@@ -163,7 +164,8 @@ class AsyncEffectDatabase(EffectDatabase):
 
 
 class _ConnectedTransaction(AbstractAsyncContextManager[EffectTransaction]):
-    """A transaction on a connection of the engine. Entering raises Unavailable if there is none."""
+    """A transaction on a connection of the engine. Entering raises Unavailable if there is none. A class, because it is
+    entered for each event: see `outages`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._connection = engine.connect()

@@ -92,25 +92,21 @@ _WITH_IDS = {
     "sqlite": "id IN (SELECT value FROM json_each(:ids))",
 }
 """All ids are one parameter: a statement with a thousand parameters takes longer than its work."""
-_DELETE = {
-    name: text(f"DELETE FROM headrace_outbox WHERE {_LANE} AND {ids}")  # noqa: S608
-    for name, ids in _WITH_IDS.items()
-}
+_RELEASED_IDS = {name: f"{_LANE} AND id BETWEEN :first AND :last AND {ids}" for name, ids in _WITH_IDS.items()}
+"""With first and last id, because PostgreSQL may compare each row of the lane with all ids."""
+_DELETE = {name: text(f"DELETE FROM headrace_outbox WHERE {ids}") for name, ids in _RELEASED_IDS.items()}  # noqa: S608
 _COLUMNS = "id, batch, written_at_us"
 _AS_ONE_ROW = """
     SELECT array_agg(id ORDER BY id), array_agg(written_at_us ORDER BY id), array_agg(LENGTH(batch) ORDER BY id),
     string_agg(batch, '' ORDER BY id) FROM ({}) AS found
 """
 """All rows as one row: for a thousand rows, SQLAlchemy and the driver take longer than the rest of a release."""
-_RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {_LANE} AND {{}}"  # noqa: S608
+_RELEASED_ROWS = f"SELECT {_COLUMNS} FROM headrace_outbox WHERE {{}}"  # noqa: S608
 _RELEASED = {
-    "postgresql": text(_AS_ONE_ROW.format(_RELEASED_ROWS.format(_WITH_IDS["postgresql"]))),
-    "sqlite": text(f"{_RELEASED_ROWS.format(_WITH_IDS['sqlite'])} ORDER BY id"),
+    "postgresql": text(_AS_ONE_ROW.format(_RELEASED_ROWS.format(_RELEASED_IDS["postgresql"]))),
+    "sqlite": text(f"{_RELEASED_ROWS.format(_RELEASED_IDS['sqlite'])} ORDER BY id"),
 }
-_STREAMS = {
-    name: text(f"SELECT id, stream FROM headrace_outbox WHERE {_LANE} AND {ids}")  # noqa: S608
-    for name, ids in _WITH_IDS.items()
-}
+_STREAMS = {name: text(f"SELECT id, stream FROM headrace_outbox WHERE {ids}") for name, ids in _RELEASED_IDS.items()}  # noqa: S608
 _REFUSE = text(f"UPDATE headrace_outbox SET problem = :problem WHERE {_LANE} AND id = :id")  # noqa: S608
 _FIRST = f"""
     FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
@@ -338,9 +334,9 @@ class OutboxMover:
         rows: Sequence[WaitingBatch] = ()
         if row.ids != _NO_IDS:
             if number <= last:
-                connection.execute(_DELETE[dialect], {**key, "ids": row.ids})
+                connection.execute(_DELETE[dialect], {**key, **_released(json.loads(row.ids))})
             else:
-                rows = _find_batches(connection, _RELEASED, {**key, "ids": row.ids})
+                rows = _find_batches(connection, _RELEASED, {**key, **_released(json.loads(row.ids))})
         if rows:
             ids = [each.id for each in rows]
             at_us = now_us()
@@ -417,8 +413,13 @@ def _find_batches(
 
 def _find_streams(connection: Connection, key: Mapping[str, Any], rows: Sequence[WaitingBatch]) -> Mapping[int, str]:
     """Return the stream of each row, by its id. Only for rows that cannot be read, because it takes time."""
-    ids, statement = json.dumps([row.id for row in rows]), _STREAMS[connection.dialect.name]
-    return {row.id: row.stream for row in connection.execute(statement, {**key, "ids": ids})}
+    values = {**key, **_released([row.id for row in rows])}
+    return {row.id: row.stream for row in connection.execute(_STREAMS[connection.dialect.name], values)}
+
+
+def _released(ids: Sequence[int]) -> Mapping[str, Any]:
+    """Return the parameters of `_RELEASED_IDS`."""
+    return {"ids": json.dumps(list(ids)), "first": min(ids), "last": max(ids)}
 
 
 def _batch_of(row: WaitingBatch, at_us: int) -> EventBatch:

@@ -51,7 +51,7 @@ class _Outages:
         if isinstance(error, OSError) or tells_outage(error) or state.startswith(_REFUSED_CONNECTIONS):
             raise unavailable(error) from error
         if state == _NO_RIGHT:
-            raise InvalidArgument(f"the database of effects and outbox: {first_line(error)}: {GRANT}") from error
+            raise InvalidArgument(f"the database of the effects or the outbox: {first_line(error)}: {GRANT}") from error
 
 
 outages = _Outages()
@@ -63,7 +63,7 @@ def unavailable(error: BaseException) -> Unavailable:
 
 
 def unavailable_because(reason: str) -> Unavailable:
-    return Unavailable(f"the database of effects and outbox is not available: {reason}")
+    return Unavailable(f"the database of the effects or the outbox is not available: {reason}")
 
 
 def first_line(error: BaseException) -> str:

@@ -123,14 +123,14 @@ def _outbox(tables: MetaData, key: Sequence[str], *indexes: Index, **options: An
 
 
 _LANE_KEY = ("provider", "lane", "id")
+"""In PostgreSQL, one index is the key and serves the mover: each index costs the user's INSERT."""
 outbox = _outbox(metadata, _LANE_KEY)
 """Batches to publish. The streams of a provider are divided into lanes. Within a lane, batches are moved in the order
 of ids, and are deleted once they are published. `problem`: the queue refused the batch; its stream waits."""
 _IN_SQLITE = {
     outbox: _outbox(MetaData(), ("id",), Index("headrace_outbox_lanes", *_LANE_KEY), sqlite_autoincrement=True)
 }
-"""SQLite gives ids only to a column that is the whole key. In PostgreSQL, one index instead of two makes the user's
-INSERT cheaper."""
+"""SQLite numbers rows only if `id` alone is the key."""
 
 outbox_lanes = Table(
     "headrace_outbox_lane",
@@ -165,12 +165,13 @@ _NUMBERS_OF_OUTCOMES = ("generation BIGINT NOT NULL DEFAULT 0", "changed_at_us B
 
 
 def _key_outbox_by_lane(connection: Connection) -> None:
+    """Replace key and index of the outbox by one key. The table is locked meanwhile."""
     if connection.dialect.name == "postgresql":
+        name = inspect(connection).get_pk_constraint(outbox.name)["name"] or ""
+        old = connection.dialect.identifier_preparer.quote(name)
         key = ", ".join(_LANE_KEY)
-        connection.execute(
-            text(f"ALTER TABLE headrace_outbox DROP CONSTRAINT headrace_outbox_pkey, ADD PRIMARY KEY ({key})")
-        )
-        connection.execute(text("DROP INDEX headrace_outbox_lanes"))
+        connection.execute(text(f"ALTER TABLE headrace_outbox DROP CONSTRAINT {old}, ADD PRIMARY KEY ({key})"))
+        connection.execute(text("DROP INDEX IF EXISTS headrace_outbox_lanes"))
 
 
 MIGRATIONS: Sequence[Migration] = (_add_outcomes, _key_outbox_by_lane)

@@ -283,7 +283,7 @@ async def test_an_unknown_database_or_role_is_told_in_one_line(kind: str, schema
         for wrong in (url.set(database="missing"), url.set(username="nobody")):
             made = engine(kind, wrong.render_as_string(hide_password=False))
             with pytest.raises(
-                Unavailable, match=r"the database of effects and outbox is not available: .*(missing|nobody)"
+                Unavailable, match=r"the database of the effects or the outbox is not available: .*(missing|nobody)"
             ):
                 await Effects(made).check()
             await close(made)
@@ -377,7 +377,7 @@ async def test_migrated_tables_have_the_keys_of_new_ones(
     async with user_database(kind, str(tmp_path / "u.db"), schema_url) as database:
         new = keys_of_the_outbox(database)
         database.make_version(version)
-        assert (keys_of_the_outbox(database) == new) is (kind == "sqlite")  # else nothing is migrated here
+        assert (keys_of_the_outbox(database) == new) is (kind == "sqlite")  # SQLite keeps its key
         with database.inspecting.begin() as connection:
             assert migrate(connection)
         assert keys_of_the_outbox(database) == new
@@ -387,3 +387,29 @@ def keys_of_the_outbox(database: UserDatabase) -> tuple[Sequence[str], Mapping[s
     found = inspect(database.inspecting)
     indexes = {str(each["name"]): each["column_names"] for each in found.get_indexes("headrace_outbox")}
     return found.get_pk_constraint("headrace_outbox")["constrained_columns"], indexes
+
+
+@pytest.mark.parametrize("change", ['RENAME CONSTRAINT headrace_outbox_pkey TO "Renamed key"', ""])
+async def test_a_migration_takes_the_key_by_the_name_that_it_has(change: str, schema_url: Callable[[], str]):
+    async with user_database("psycopg", "", schema_url) as database:
+        new = keys_of_the_outbox(database)
+        database.make_version(2)
+        database.execute(f"ALTER TABLE headrace_outbox {change}" if change else "DROP INDEX headrace_outbox_lanes")
+        with database.inspecting.begin() as connection:
+            assert migrate(connection)
+        assert keys_of_the_outbox(database) == new
+
+
+def test_sqlite_never_gives_the_id_of_a_deleted_row_again(tmp_path: Path):
+    """A release names ids: a later row with one of them would be deleted unpublished."""
+    made = create_engine(f"sqlite:///{tmp_path}/u.db")
+    columns, values = "provider, lane, stream, events, batch, written_at_us", "'p', 0, 's', 1, X'', 0"
+    ids: list[int] = []
+    with made.begin() as connection:
+        migrate(connection)
+        for _ in range(2):
+            connection.exec_driver_sql(f"INSERT INTO headrace_outbox ({columns}) VALUES ({values})")
+            ids.append(connection.exec_driver_sql("SELECT id FROM headrace_outbox").scalar_one())
+            connection.execute(text("DELETE FROM headrace_outbox"))
+        assert ids == [1, 2]
+    made.dispose()

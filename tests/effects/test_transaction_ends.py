@@ -395,9 +395,9 @@ async def test_a_lost_connection_is_an_outage_whatever_the_handler_does(
             await way(tx)
 
         effects, _ = in_scope(database, handler)
-        with pytest.raises(Unavailable, match="the database of effects and outbox is not available"):
+        with pytest.raises(Unavailable, match="the database of the effects or the outbox is not available"):
             await effects.call(event_at(5))
-        with pytest.raises(Unavailable, match="the database of effects and outbox is not available"):
+        with pytest.raises(Unavailable, match="the database of the effects or the outbox is not available"):
             async with effects.transaction([event_at(6)], redriven=False) as tx:
                 await handler(event_at(6), tx)
         assert nothing_is_applied(database)

@@ -495,7 +495,7 @@ async def test_an_outage_of_the_database_is_not_the_events_fault(kind: str):
     made = engine(kind, "postgresql://postgres@127.0.0.1:1/none?options=-csearch_path%3Dnone")
     counts, scope = EffectCounts(), EffectScope("here", "billing", 0, 1)
     effects = Effects(made)
-    with pytest.raises(Unavailable, match="the database of effects and outbox is not available"):
+    with pytest.raises(Unavailable, match="the database of the effects or the outbox is not available"):
         await effects.check()
     with pytest.raises(Unavailable):
         await effects.scoped(write_down, scope, counts, batch=False).call(event_at(5))
