@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -22,7 +23,7 @@ from ..streams.errors import InvalidArgument, NotSupported
 from .driver_state import CANCEL_AGAIN_S, CANCEL_S, cancel_statement, has_running_statement
 from .handler_session import SESSION_OPTIONS, HandlerSession, flush_and_close
 from .observed import ObservedTransaction, observe_errors_and_statements
-from .outages import outages
+from .outages import ABORTED, outages, sqlstate
 from .statement_thread import StatementThread
 
 P = ParamSpec("P")
@@ -216,8 +217,9 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
         finally:
             opened.is_over = True
         await opened.flush()
+        opened.note_running()
         if not opened.observed.is_abort_visible:
-            await connection.execute(text("SELECT 1"))  # fails if PostgreSQL has aborted the transaction
+            await _refuse_aborted(connection, opened.observed)  # waits for a statement that runs
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         opened.observed.stop()
         with outages:
@@ -231,6 +233,16 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
             await connection.rollback()
 
 
+async def _refuse_aborted(connection: AsyncConnection, observed: ObservedTransaction) -> None:
+    """Raise InvalidArgument if PostgreSQL has aborted the transaction."""
+    try:
+        await connection.execute(text("SELECT 1"))
+    except DBAPIError as error:
+        if sqlstate(error) == ABORTED:
+            raise InvalidArgument(observed.aborted) from error
+        raise
+
+
 class _GreenletTransaction(EffectTransaction):
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
@@ -240,6 +252,7 @@ class _GreenletTransaction(EffectTransaction):
         self._session: AsyncSession | None = None
         self._running = 0
         """Statements that the handler has begun by `call` and `call_session`."""
+        self._had_running = False
         self.is_over = False
 
     async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -267,10 +280,15 @@ class _GreenletTransaction(EffectTransaction):
         self._running -= 1
         self.observed.after_statement()
 
+    def note_running(self) -> None:
+        """Note whether a statement still runs, for `refuse_running`."""
+        self._had_running |= bool(self._running) or has_running_statement(_sync_connection(self._connection))
+
     def refuse_running(self) -> None:
-        """Raise InvalidArgument if a statement still runs. If it failed now, PostgreSQL would answer the COMMIT by a
-        rollback, which psycopg does not report."""
-        if self._running or has_running_statement(_sync_connection(self._connection)):
+        """Raise InvalidArgument if a statement still runs, or did so at `note_running`. If it failed now, PostgreSQL
+        would answer the COMMIT by a rollback, which psycopg does not report."""
+        self.note_running()
+        if self._had_running:
             raise InvalidArgument(
                 "a statement still runs when the handler returns: await all statements, also those of tasks"
             )
@@ -357,13 +375,15 @@ class _ThreadedTransaction(EffectTransaction):
         return running.result()
 
     async def _cancel(self, running: asyncio.Future[Any]) -> None:
-        connection = None if self._is_over else self._opened  # a commit is not cancelled: it would be in doubt
-        canceller = None if connection is None else StatementThread("headrace effects cancel")
+        canceller: StatementThread | None = None
         steps = [running]
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + CANCEL_S
         while not all(step.done() for step in steps) and loop.time() < ends_at:
-            if canceller is not None and connection is not None and all(step.done() for step in steps[1:]):
+            # The thread may still connect. A commit is not cancelled: it would be in doubt.
+            connection = None if self._is_over else self._opened
+            if connection is not None and all(step.done() for step in steps[1:]):
+                canceller = canceller or StatementThread("headrace effects cancel")
                 steps = [running, canceller.submit(partial(cancel_statement, connection))]
                 steps[1].add_done_callback(_retrieve)
             with suppress(asyncio.CancelledError):  # the first one is raised in the end

@@ -382,7 +382,13 @@ class EffectsInScope:
         """Call the handler, if the transaction applies events."""
         assert self._handler is not None
         if transaction.events:
+            before = _cancellations()
             await self._handler(_unapplied_part(delivered, transaction.events), transaction)
+            if _cancellations() > before:
+                raise InvalidArgument(
+                    "the handler was cancelled, and has caught the CancelledError: let it pass, else a part of the "
+                    "event's effects would be committed"
+                )
 
     def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[Transaction]:
         if redriven:
@@ -524,3 +530,9 @@ def _in_batch(event: Event) -> PartialBatch:
 def _stream_of(event: Event) -> StreamId:
     assert event.stream is not None
     return event.stream
+
+
+def _cancellations() -> int:
+    """Return how many cancellations of this task were requested, and not taken back."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

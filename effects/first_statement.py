@@ -37,11 +37,14 @@ class _PreparedStatement:
 
 
 def can_begin(connection: Connection) -> bool:
-    """Return whether `begin_and_execute` may be called: psycopg would send a plain BEGIN before the next statement, and
-    its libpq has pipelines."""
+    """Return whether `begin_and_execute` may be called: psycopg would send a plain BEGIN before the next statement, its
+    libpq has pipelines, and the connection takes UTF-8. The handler, or other users of the pool, may have changed
+    that."""
     driver = cast("Any", connection.connection.driver_connection)
     pgconn: PGconn | None = getattr(driver, "pgconn", None)
     if pgconn is None or pgconn.transaction_status != TransactionStatus.IDLE or driver.autocommit:
+        return False
+    if pgconn.parameter_status(b"client_encoding") != b"UTF8":
         return False
     has_options = driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None
     return not has_options and pgconn.pipeline_status == PipelineStatus.OFF and pq.version() >= _MIN_LIBPQ
@@ -57,7 +60,7 @@ def begin_and_execute(connection: Connection, sql: str, parameters: Sequence[str
     pgconn: PGconn = driver.pgconn
     prepared: dict[str, _PreparedStatement] = connection.info.setdefault(_PREPARED, {})
     known = prepared.get(sql)
-    encoded = sql.encode()  # UTF-8 is the encoding of the connection: see schema.check_encodings
+    encoded = sql.encode()
     values = [None if value is None else str(value).encode() for value in parameters]
     begin = partial(pgconn.send_query_params, _BEGIN, None)
     unprepared = partial(pgconn.send_query_params, encoded, values)

@@ -121,10 +121,15 @@ class ObservedTransaction:
         self._observe()
         self.refuse_ended()
         if self._status == IN_ERROR:
-            raise InvalidArgument(
-                "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
-                f"{self._begin_nested} around such a statement"
-            )
+            raise InvalidArgument(self.aborted)
+
+    @property
+    def aborted(self) -> str:
+        """The text of the error for a transaction that PostgreSQL has aborted."""
+        return (
+            "the handler caught the error of a statement, and PostgreSQL has aborted the transaction: use "
+            f"{self._begin_nested} around such a statement"
+        )
 
     @property
     def is_abort_visible(self) -> bool:

@@ -17,7 +17,7 @@ _OUTAGES = ("08", "53", "57P", "55P03", "25006")
 """The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock, a standby or read-only server."""
 _REFUSED_CONNECTIONS = ("28", "3D")
 """A refused role, an unknown database."""
-_NO_RIGHT, _NO_LOCK = "42501", "55P03"
+ABORTED, _NO_RIGHT, _NO_LOCK = "25P02", "42501", "55P03"
 _SQLITE_OUTAGES = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
@@ -59,6 +59,8 @@ outages = _Outages()
 
 def unavailable(error: BaseException) -> Unavailable:
     """Return the error for a database that is not to be used now. Its text has no statement and no parameters."""
+    if tells_lock(error):
+        return Unavailable(f"a lock in the database of the effects or the outbox was not free: {first_line(error)}")
     return unavailable_because(first_line(error))
 
 

@@ -303,7 +303,12 @@ def check_rights(connection: Connection) -> None:
 
 def no_tables(connection: Connection | None = None) -> NotFound:
     """Return the error for a database without tables. None: its URL is not known."""
-    where, given = ("of the connection", "URL") if connection is None else _names(connection)
+    if connection is None:
+        return NotFound(
+            "database of the connection has no tables for effects: create them with 'headrace effects migrate URL'; if "
+            "the transaction sets search_path, publish before that"
+        )
+    where, given = _names(connection)
     return NotFound(f"database {where} has no tables for effects: create them with 'headrace effects migrate {given}'")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,8 @@ class DatabasePlace:
                 "percent-encode other characters than letters and digits",
                 option="options",
             ) from None
-        host, port = self._given.get("host", "localhost"), self._given.get("port", "5432")
+        host = self._given.get("host") or os.environ.get("PGHOST", "localhost")
+        port = self._given.get("port") or os.environ.get("PGPORT", "5432")
         self.shown = f"PostgreSQL at {host}:{port}/{self._given.get('dbname', '')}"
 
     def open(self) -> Connection[TupleRow]:

@@ -128,7 +128,8 @@ def outbox(*, url: str, retry: bool, as_json: bool) -> None:
         from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
         if retry:
-            note(f"tried again: {administration.retry_refused(connection)} batches")
+            count = administration.retry_refused(connection)
+            note(f"to be tried again by the silo: {count} {'batch' if count == 1 else 'batches'}")
         found = administration.outboxes(connection)
     if as_json:
         print_json([each._asdict() for each in found])

@@ -54,7 +54,10 @@ def list_(*, url: str, origin: str | None, subscription: str | None, limit: int,
     with interrupts_kill():
         from ...effects import administration  # noqa: PLC0415 (it imports SQLAlchemy)
     with administration.opened(url) as connection:
-        found = administration.states(connection, subscription, origin, limit=limit)
+        found = administration.states(connection, subscription, origin, limit=limit + 1)
+    if len(found) > limit:
+        found = found[:limit]
+        note(f"these are the first {limit} states, and there are more: --limit NUMBER")
     if as_json:
         print_json([_document(each) for each in found])
         return

@@ -136,7 +136,7 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
     assert waiting == {
         "provider": "default", "batches": 1, "events": 3, "oldest_at_us": 5, "refused": 1, "problem": "refused",
     }  # fmt: skip
-    assert "tried again: 1" in headrace("effects", "outbox", "sqlite:///user.db", "--retry").err
+    assert "tried again by the silo: 1 batch\n" in headrace("effects", "outbox", "sqlite:///user.db", "--retry").err
     assert headrace("effects", "outbox", "sqlite:///user.db", "--json").json[0]["refused"] == 0
     (summary,) = headrace("effects", "list", "sqlite:///user.db", "--json").json
     assert (summary["streams"], summary["states"]) == (1, 0)

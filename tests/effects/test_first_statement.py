@@ -10,8 +10,8 @@ from psycopg import pq
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from headrace import Event, Transaction
-from tests.effects.databases import UserDatabase, user_database
+from headrace import Event, StreamId, Transaction
+from tests.effects.databases import UserDatabase, close, user_database
 from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
 
 _MESSAGE = re.compile(r"^([FB])\t", re.MULTILINE)
@@ -162,3 +162,22 @@ async def test_the_claim_is_prepared_again_after_a_rollback(kind: str, tmp_path:
             assert '"headrace_' in next(each for each in sent.take() if '"BEGIN"' in each)
         assert database.log() == [f"42@{offset}" for offset in range(FAILED + 3)]
         assert counts.already_applied == 0
+
+
+@PSYCOPG_KINDS
+async def test_a_connection_with_another_encoding_finds_the_position(kind: str, schema_url: Callable[[], str]):
+    """The pipeline sends UTF-8. The server would take it for other characters, and so for another stream."""
+    stream = StreamId("orders", "Zoë")
+
+    async def set_encoding(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        await tx.execute(text("SET client_encoding = 'LATIN1'"))
+
+    async with user_database(kind, "", schema_url, pool_size=1) as database:
+        effects, counts = in_scope(database, set_encoding)
+        for offset in (5, 6):
+            await effects.call(event_at(offset, stream=stream))
+        assert database.rows("SELECT stream, token_offset FROM headrace_position") == [(str(stream), 6)]
+        await close(database.engine)  # the next connection has the encoding UTF8
+        await effects.call(event_at(6, stream=stream))
+        assert counts.already_applied == 1

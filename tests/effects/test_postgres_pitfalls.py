@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import Session
@@ -32,6 +33,8 @@ from tests.effects.test_transactional_handlers import event_at, in_scope, write_
 
 STREAMS = [StreamId("orders", key) for key in "ab"]
 OUTBOX = Outbox()
+WAITING = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%INTO headrace_position%'"
+"""Connections whose claim waits for a lock."""
 
 
 # ---- deadlocks -------------------------------------------------------------------------------------------------------
@@ -125,21 +128,47 @@ async def test_a_position_that_waits_for_a_lock_is_given_up(
 ):
     """The statement bypasses SQLAlchemy's execution, so its errors must be passed to SQLAlchemy."""
     async with user_database(kind, "", schema_url, pool_size=1, max_overflow=0) as database:
-        waiting = (
-            "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%INTO headrace_position%'"
-        )
         effects, _ = in_scope(database)
         await effects.call(event_at(4))
         with database.inspecting.begin() as holder:
             holder.execute(text("SELECT 1 FROM headrace_position FOR UPDATE"))
             running = asyncio.create_task(effects.call(event_at(5)))
-            await until(lambda: bool(database.rows(waiting)))
+            await until(lambda: bool(database.rows(WAITING)))
             if cancelled:
                 running.cancel()
             else:
-                database.execute(f"SELECT pg_terminate_backend(pid) FROM ({waiting}) AS waiting")
+                database.execute(f"SELECT pg_terminate_backend(pid) FROM ({WAITING}) AS waiting")
             with pytest.raises(asyncio.CancelledError if cancelled else Unavailable):
                 await running
+        await effects.call(event_at(5))
+        assert database.log() == ["42@4", "42@5"]
+
+
+async def test_an_event_that_is_cancelled_while_it_connects_waits_for_no_lock(schema_url: Callable[[], str]):
+    """An `Engine` connects in a thread. The statement that follows there must be cancelled, too."""
+    connecting, cancelled = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def connect_slowly(*_: object) -> None:
+        loop.call_soon_threadsafe(connecting.set)
+        cancelled.wait()
+
+    async with user_database("psycopg", "", schema_url) as database:
+        effects, _ = in_scope(database)
+        await effects.call(event_at(4))
+        assert isinstance(database.engine, Engine)
+        database.engine.dispose()
+        with database.inspecting.begin() as holder:
+            holder.execute(text("SELECT 1 FROM headrace_position FOR UPDATE"))
+            event.listen(database.engine, "do_connect", connect_slowly)
+            running = asyncio.create_task(effects.call(event_at(5)))
+            await connecting.wait()
+            running.cancel()
+            await asyncio.sleep(0)
+            cancelled.set()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert database.rows(WAITING) == []
         await effects.call(event_at(5))
         assert database.log() == ["42@4", "42@5"]
 

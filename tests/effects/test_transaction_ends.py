@@ -97,6 +97,69 @@ async def test_a_statement_that_fails_at_the_commit_fails_the_event(asynchronous
     assert nothing_is_applied(asynchronous)
 
 
+async def test_a_task_that_goes_on_with_another_statement_fails_the_event(asynchronous: UserDatabase):
+    """Otherwise its first statement would be committed, and the second one refused, because the transaction is over."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def leave_a_task(_: Event, tx: Transaction) -> None:
+        async def write_both() -> None:
+            await tx.execute(text("INSERT INTO log (value) SELECT 'first' FROM pg_sleep(0.2)"))
+            await tx.execute(WRITE, SECOND)
+
+        tasks.append(asyncio.create_task(write_both()))
+        await asyncio.sleep(0.05)
+
+    effects, _ = in_scope(asynchronous, leave_a_task)
+    with pytest.raises(InvalidArgument, match="a statement still runs"):
+        await effects.call(event_at(5))
+    with suppress(InvalidArgument, SQLAlchemyError):
+        await tasks[0]
+    assert nothing_is_applied(asynchronous)
+
+
+async def test_an_error_that_the_handler_catches_is_named_with_its_remedy(asynchronous: UserDatabase):
+    async def catch(_: Event, tx: Transaction) -> None:
+        with suppress(SQLAlchemyError):
+            await tx.execute(WRITE, TAKEN)
+
+    effects, _ = in_scope(asynchronous, catch)
+    with pytest.raises(InvalidArgument, match=r"has aborted the transaction: use tx\.connection\.begin_nested\(\)"):
+        await effects.call(event_at(5))
+    assert nothing_is_applied(asynchronous)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_a_handler_that_catches_its_cancellation_fails(either: UserDatabase, stateful: bool):
+    async def catch(_: Event, tx: Transaction) -> None:
+        await tx.execute(WRITE, FIRST)
+        began.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+    began = asyncio.Event()
+    effects, _ = in_scope(either, catch, state=StreamState() if stateful else None)
+    running = asyncio.create_task(effects.call(event_at(5)))
+    await began.wait()
+    running.cancel()
+    with pytest.raises(InvalidArgument, match="has caught the CancelledError"):
+        await running
+    assert nothing_is_applied(either)
+
+
+async def test_a_handler_may_limit_the_time_of_a_part(either: UserDatabase):
+    """The limit cancels the handler, and takes that back."""
+
+    async def limit(_: Event, tx: Transaction) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+        await tx.execute(WRITE, FIRST)
+
+    effects, _ = in_scope(either, limit)
+    await effects.call(event_at(5))
+    assert either.log() == ["first"]
+
+
 async def test_statements_that_were_gathered_and_awaited_are_committed(psycopg: UserDatabase):
     async def handler(_: Event, tx: Transaction) -> None:
         await asyncio.gather(tx.execute(WRITE, FIRST), tx.execute(WRITE, SECOND))
