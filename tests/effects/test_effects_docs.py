@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from headrace import Client, Event, EventBatch, Outbox, StreamId, Transaction
+from headrace import Client, Event, Outbox, StreamId, Transaction
 from tests.client.consumers import until
 from tests.effects.databases import UserDatabase, close, user_database
 from tests.effects.test_django import in_django
@@ -100,8 +100,8 @@ async def test_the_example_of_a_handler_of_batches(schema_url: Callable[[], str]
     async with user_database("psycopg-async", "", schema_url) as database:
         database.execute("CREATE TABLE account (id TEXT, balance INTEGER)")
         database.execute("INSERT INTO account VALUES ('42', 10)")
-        body = example("batch: EventBatch").partition("\n")[2]
-        scope = executed(body, text=text, EventBatch=EventBatch, Transaction=Transaction)
+        body = re.sub("^@subscription.*\n", "", example("batch: EventBatch"), flags=re.MULTILINE)
+        scope = executed(body, text=text, Transaction=Transaction)
         effects, _ = in_scope(database, scope["billing"], batch=True)
         await effects.call(batch_at(5, 3))
         assert database.rows("SELECT balance FROM account") == [(7,)]
@@ -111,7 +111,7 @@ async def test_the_example_of_a_consumer_applies_a_batch(tmp_path: Path, schema_
     async with opened(tmp_path / "data") as silo, user_database("psycopg-async", "", schema_url) as database:
         database.execute("CREATE TABLE account (id TEXT, balance INTEGER)")
         database.execute("INSERT INTO account VALUES ('42', 10)")
-        body = example("batch.effects(engine)").replace('"silo:9400"', repr(silo.grpc_address))
+        body = example("batch.effects(engine)").replace('"127.0.0.1:9465"', repr(silo.grpc_address))
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         scope = executed(f"async def run():\n{lines}", Client=Client, engine=database.engine, text=text)
         async with Client(str(silo.grpc_address)) as client:
