@@ -216,10 +216,10 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
             yield opened
         finally:
             opened.is_over = True
+        opened.note_running()  # the next statements wait for it
         await opened.flush()
-        opened.note_running()
         if not opened.observed.is_abort_visible:
-            await _refuse_aborted(connection, opened.observed)  # waits for a statement that runs
+            await _refuse_aborted(connection, opened.observed)
         opened.refuse_running()  # right before the COMMIT, with no pause in which another task may run
         opened.observed.stop()
         with outages:

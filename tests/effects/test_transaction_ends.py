@@ -117,6 +117,26 @@ async def test_a_task_that_goes_on_with_another_statement_fails_the_event(asynch
     assert nothing_is_applied(asynchronous)
 
 
+async def test_a_task_whose_statement_ends_during_the_last_flush_fails_the_event(asynchronous: UserDatabase):
+    tasks: list[asyncio.Task[None]] = []
+
+    async def leave_a_task(_: Event, tx: Transaction) -> None:
+        async def write_both() -> None:
+            await tx.execute(text("INSERT INTO log (value) SELECT 'first' FROM pg_sleep(0.2)"))
+            await tx.execute(WRITE, SECOND)
+
+        tx.session.add(Written(value="flushed"))
+        tasks.append(asyncio.create_task(write_both()))
+        await asyncio.sleep(0.05)
+
+    effects, _ = in_scope(asynchronous, leave_a_task)
+    with pytest.raises(InvalidArgument, match="a statement still runs"):
+        await effects.call(event_at(5))
+    with suppress(InvalidArgument, SQLAlchemyError):
+        await tasks[0]
+    assert nothing_is_applied(asynchronous)
+
+
 async def test_an_error_that_the_handler_catches_is_named_with_its_remedy(asynchronous: UserDatabase):
     async def catch(_: Event, tx: Transaction) -> None:
         with suppress(SQLAlchemyError):
