@@ -282,7 +282,9 @@ class _GreenletTransaction(EffectTransaction):
 
     def note_running(self) -> None:
         """Note whether a statement still runs, for `refuse_running`."""
-        self._had_running |= bool(self._running) or has_running_statement(_sync_connection(self._connection))
+        connection = _sync_connection(self._connection)
+        is_usable = not (connection.closed or connection.invalidated)
+        self._had_running |= bool(self._running) or (is_usable and has_running_statement(connection))
 
     def refuse_running(self) -> None:
         """Raise InvalidArgument if a statement still runs, or did so at `note_running`. If it failed now, PostgreSQL
