@@ -23,7 +23,7 @@ from headrace import Effects, Event, EventBatch, Outbox, Provider, Start, Stream
 from headrace.effects import administration, schema
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
-from headrace.effects.outbox import rows_of
+from headrace.effects.outbox_rows import rows_of
 from headrace.streams.codecs import Codecs
 
 from .harness import Job, Result, StartingGate, together
@@ -38,7 +38,8 @@ HEADRACE, MOVER = "headrace", "outbox to the log"
 PLAIN, PUBLISHING = "transactions without the outbox", "transactions with one event in the outbox"
 SELECTING = "transactions with one `SELECT 1` more"
 EXTRAS = (PLAIN, PUBLISHING, SELECTING)
-BY_PGBENCH = "{}, by pgbench"
+SENT_TOGETHER = "transactions with one event in the outbox, sent with COMMIT as a session does"
+BY_PGBENCH, BY_SESSION = "{}, by pgbench", "{}, by sessions"
 
 
 # ---- handlers --------------------------------------------------------------------------------------------------------
@@ -230,6 +231,37 @@ async def _transactions(gate: StartingGate, url: str, more: str, seconds: float)
     return {"events": number}
 
 
+def transactions_by_sessions(gate: StartingGate, *, url: str, more: str, seconds: float) -> Mapping[str, Any]:
+    """The same transactions of 16 clients in one process, with sessions of SQLAlchemy and psycopg."""
+    _create_tables(url)
+    return asyncio.run(_transactions_by_sessions(gate, url, more, seconds))
+
+
+async def _transactions_by_sessions(gate: StartingGate, url: str, more: str, seconds: float) -> Mapping[str, Any]:
+    from sqlalchemy import text  # noqa: PLC0415
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine  # noqa: PLC0415
+
+    outbox, number = Outbox(), 0
+    update = text("UPDATE account SET handled = handled + 1 WHERE id = :key")
+    engine = create_async_engine(_driver(url), pool_size=CLIENTS)
+    await asyncio.to_thread(gate.wait)
+    end = time.monotonic() + seconds
+
+    async def client(key: str) -> None:
+        nonlocal number
+        while time.monotonic() < end:
+            async with AsyncSession(engine) as session, session.begin():
+                await session.execute(update, {"key": key})
+                if more == PUBLISHING:
+                    outbox.publish(StreamId("bench", key), b"x" * 100, connection=session)
+            number += 1
+
+    await asyncio.gather(*(client(str(key)) for key in range(CLIENTS)))
+    gate.done()
+    await engine.dispose()
+    return {"events": number}
+
+
 def transactions_by_pgbench(gate: StartingGate, *, url: str, more: str, seconds: float) -> Mapping[str, Any]:
     """The same transactions by PostgreSQL's own benchmark: its clients cost little, so the server's work counts."""
     _create_tables(url)
@@ -237,14 +269,16 @@ def transactions_by_pgbench(gate: StartingGate, *, url: str, more: str, seconds:
     columns = "provider, lane, stream, events, batch, written_at_us"
     batch = f"decode('{row['batch'].hex()}', 'hex')"
     values = f"'default', :client_id, 'bench/' || :client_id, 1, {batch}, {row['written_at_us']}"
-    extra = {
-        PLAIN: [],
-        SELECTING: ["SELECT 1"],
-        PUBLISHING: [f"INSERT INTO headrace_outbox ({columns}) VALUES ({values})"],
+    insert = f"INSERT INTO headrace_outbox ({columns}) VALUES ({values});"
+    ends = {
+        PLAIN: ["COMMIT;"],
+        SELECTING: ["SELECT 1;", "COMMIT;"],
+        PUBLISHING: [insert, "COMMIT;"],
+        SENT_TOGETHER: ["\\startpipeline", insert, "COMMIT;", "\\endpipeline"],
     }
-    update = "UPDATE account SET handled = handled + 1 WHERE id = (:client_id)::text"
+    update = "UPDATE account SET handled = handled + 1 WHERE id = (:client_id)::text;"
     with tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
-        script.write("".join(f"{each};\n" for each in ("BEGIN", update, *extra[more], "COMMIT")))
+        script.write("".join(f"{each}\n" for each in ("BEGIN;", update, *ends[more])))
         script.flush()
         options = f"--no-vacuum --protocol prepared --client {CLIENTS} --jobs 2 --time {max(round(seconds), 1)}"
         gate.wait()
@@ -306,9 +340,14 @@ def sections(scale: float) -> list[Section]:
     ways = {each: partial(measured, transactions.__name__, more=each, seconds=seconds) for each in EXTRAS}
     ways |= {
         BY_PGBENCH.format(each): partial(measured, transactions_by_pgbench.__name__, more=each, seconds=seconds)
-        for each in EXTRAS
+        for each in (*EXTRAS, SENT_TOGETHER)
     }
-    fast, fast_plain = BY_PGBENCH.format(PUBLISHING), BY_PGBENCH.format(PLAIN)
+    ways |= {
+        BY_SESSION.format(each): partial(measured, transactions_by_sessions.__name__, more=each, seconds=seconds)
+        for each in (PLAIN, PUBLISHING)
+    }
+    together, fast, fast_plain = (BY_PGBENCH.format(each) for each in (SENT_TOGETHER, PUBLISHING, PLAIN))
+    session, session_plain = BY_SESSION.format(PUBLISHING), BY_SESSION.format(PLAIN)
     return [
         Section(
             name="effects",
@@ -342,8 +381,12 @@ def sections(scale: float) -> list[Section]:
             targets=(
                 Target(what="mover ≥ 50,000 events/s", case=MOVER, to=None, bound=50_000),
                 Target(what="mover ≥ 120,000 events/s (aim)", case=MOVER, to=None, bound=120_000),
-                Target(what="pgbench: transactions with it ≥ 0.75 × without", case=fast, to=fast_plain, bound=0.75),
-                Target(what="pgbench: ≥ 0.85 × without (aim)", case=fast, to=fast_plain, bound=0.85),
+                Target(
+                    what="pgbench, as a session: ≥ 0.75 × without an event", case=together, to=fast_plain, bound=0.75
+                ),
+                Target(what="pgbench, as a session: ≥ 0.85 (aim)", case=together, to=fast_plain, bound=0.85),
+                Target(what="pgbench, a statement of its own: ≥ 0.75", case=fast, to=fast_plain, bound=0.75),
+                Target(what="sessions: ≥ 0.75 × without an event", case=session, to=session_plain, bound=0.75),
                 Target(what="psycopg: transactions with it ≥ 0.75 × without", case=PUBLISHING, to=PLAIN, bound=0.75),
                 Target(what="psycopg: ≥ 0.9 × one with `SELECT 1`", case=PUBLISHING, to=SELECTING, bound=0.9),
             ),

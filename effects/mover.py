@@ -32,7 +32,7 @@ from ..streams.incoming import accepted
 from ..streams.publishing import ProducerSequence, Receipt
 from .database import EffectDatabase
 from .outages import outages
-from .outbox import LANES
+from .outbox_rows import LANES
 from .schema import require
 
 log = logging.getLogger("headrace.effects")

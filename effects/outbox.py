@@ -6,59 +6,42 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload
-from zlib import crc32
 
-from sqlalchemy import Connection, NestedTransaction, event, inspect, text
-from sqlalchemy.exc import InvalidRequestError, OperationalError
+from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, SessionTransaction, scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from ..streams.clock import now_us
-from ..streams.codecs import CodecOption, Codecs, Publishable
-from ..streams.errors import InvalidArgument, StorageError
+from ..streams.codecs import CodecOption, Codecs
+from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.incoming import accepted
-from ..streams.publishing import check_stream, encoded, listed, scheduled
 from ..streams.subscriptions import check_provider_name
 from .driver_state import ACTIVE, IDLE, refuse_autocommit
-from .schema import check_dialect, key_of, no_tables, outbox
+from .outbox_rows import COLUMNS, INSERT, NUMBERED_INSERT, Events, OutboxRow, insert, rows_of, translated_errors
+from .outbox_sessions import publish_in_session, waiting_rows
+from .schema import check_dialect, no_tables, outbox
 
 if TYPE_CHECKING:
     import psycopg
 
-LANES = 16
-"""Number of lanes of a provider. It is fixed: a stream must stay in its lane."""
-
-Events = Publishable | Iterable[Publishable]
 AnySession = Session | scoped_session[Any]
 AnyAsyncSession = AsyncSession | async_scoped_session[Any]
-OutboxRow = Mapping[str, Any]
 PublishedEvents = list[tuple[StreamId, bytes]]
 """Stream and payload of each event."""
 
-_COLUMNS = ("provider", "lane", "stream", "events", "batch", "written_at_us")
-_INSERT = f"INSERT INTO headrace_outbox ({', '.join(_COLUMNS)}) VALUES "  # noqa: S608 (only names of this module)
-_NAMED = text(_INSERT + f"({', '.join(f':{name}' for name in _COLUMNS)})")
-_PSYCOPG = _INSERT + f"({', '.join(f'%({name})s' for name in _COLUMNS)})"
-_DJANGO = _INSERT + f"({', '.join('%s' for _ in _COLUMNS)})"
-_ASYNCPG = _INSERT + f"({', '.join(f'${number + 1}' for number in range(len(_COLUMNS)))})"
+_PSYCOPG = INSERT + f"({', '.join(f'%({name})s' for name in COLUMNS)})"
+_DJANGO = INSERT + f"({', '.join('%s' for _ in COLUMNS)})"
 
 _PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider ORDER BY id")
 _PUBLISHED_BY_DRIVER = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
 _PUBLISHED_ASYNCPG = "SELECT batch FROM headrace_outbox WHERE provider = $1 ORDER BY id"
 
-_UNDEFINED_TABLE, _UNTRANSLATABLE = "42P01", "22P05"
-"""SQLSTATE."""
 _NO_PIPELINE = 0
 """The status `PQ_PIPELINE_OFF` of libpq."""
-
-_BUFFERED = "headrace outbox"
-"""Key of `BufferedEvents` in `Session.info`."""
 
 
 class AsyncpgConnection(Protocol):
@@ -81,57 +64,6 @@ class DjangoConnection(Protocol):
     def get_autocommit(self) -> bool: ...
 
     def cursor(self) -> Any: ...
-
-
-def lane_of(stream: StreamId) -> int:
-    """Return the lane of a stream, the same in all processes and versions."""
-    return crc32(str(stream).encode()) % LANES
-
-
-def rows_of(
-    provider: str,
-    stream: StreamId,
-    events: Events,
-    codecs: Codecs,
-    *,
-    delay: timedelta | None = None,
-    priority: int | None = None,
-) -> list[OutboxRow]:
-    """Return the rows of the outbox for events of one stream. Raises InvalidArgument, PayloadTooLarge."""
-    check_stream(stream)
-    common = {"provider": provider, "lane": lane_of(stream), "stream": key_of(stream), "written_at_us": now_us()}
-    batches = encoded(stream, scheduled(listed(stream, events, codecs), delay, priority))
-    return [{**common, "events": batch.count, "batch": batch.encoded} for batch in batches]
-
-
-def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
-    """Write rows in the connection's transaction. Raises NotFound if the database has no outbox."""
-    with _translated_errors():
-        try:
-            connection.execute(_NAMED, rows)
-        except OperationalError as error:
-            if connection.dialect.name == "sqlite" and not inspect(connection).has_table(outbox.name):
-                raise no_tables(connection) from error
-            raise
-
-
-@contextmanager
-def _translated_errors() -> Generator[None]:
-    """Turn PostgreSQL's error for a missing table into NotFound, and that for a character that the encoding lacks into
-    InvalidArgument, for each driver."""
-    try:
-        yield
-    except Exception as error:
-        causes = error, getattr(error, "orig", None), error.__cause__  # SQLAlchemy has `orig`, Django the cause
-        states = {getattr(cause, name, None) for cause in causes for name in ("sqlstate", "pgcode")}
-        if _UNDEFINED_TABLE in states:
-            raise no_tables() from error
-        if _UNTRANSLATABLE in states or isinstance(error, UnicodeEncodeError):
-            raise InvalidArgument(
-                "the encoding of the database, or of the connection, lacks a character of the stream's name: take a "
-                "database with the encoding UTF8, and client_encoding = UTF8"
-            ) from error
-        raise
 
 
 class Outbox:
@@ -192,7 +124,7 @@ class Outbox:
         if isinstance(connection, AsyncSession):
             connection = connection.sync_session
         if isinstance(connection, Session):
-            _publish_in_session(connection, rows)
+            publish_in_session(connection, rows)
             return None
         if isinstance(connection, Connection):
             refuse_autocommit(connection)
@@ -239,8 +171,7 @@ class Outbox:
         return self._in_psycopg_async(connection) if hasattr(connection, "__aenter__") else self._in_psycopg(connection)
 
     def _in_session(self, session: Session) -> PublishedEvents:
-        buffered = session.info.get(_BUFFERED, BufferedEvents()).rows
-        waiting = [row["batch"] for row in buffered if row["provider"] == self.provider]
+        waiting = [row["batch"] for row in waiting_rows(session) if row["provider"] == self.provider]
         return [*self._in_connection(session.connection()), *_events_of(waiting)]
 
     def _in_connection(self, connection: Connection) -> PublishedEvents:
@@ -312,7 +243,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         with connection.pipeline():
             pass  # leaving it waits for all results
         _refuse_idle(connection)
-    with _translated_errors(), _psycopg_cursor(connection) as cursor:
+    with translated_errors(), _psycopg_cursor(connection) as cursor:
         if len(rows) == 1:  # `executemany` begins a pipeline, which costs two more messages
             cursor.execute(_PSYCOPG, rows[0])
         else:
@@ -349,9 +280,9 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
     if not connection.in_atomic_block and connection.get_autocommit():
         raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
     introspection = cast("Any", connection).introspection
-    with _translated_errors(), connection.cursor() as cursor:
+    with translated_errors(), connection.cursor() as cursor:
         try:
-            cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
+            cursor.executemany(_DJANGO, [[row[name] for name in COLUMNS] for row in rows])
         except Exception as error:
             if connection.vendor == "sqlite" and outbox.name not in introspection.table_names(cursor):
                 raise no_tables() from error
@@ -359,8 +290,8 @@ def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -
 
 
 async def _insert_by_asyncpg(connection: AsyncpgConnection, rows: Sequence[OutboxRow]) -> None:
-    with _translated_errors():
-        await connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
+    with translated_errors():
+        await connection.executemany(NUMBERED_INSERT, [[row[name] for name in COLUMNS] for row in rows])
 
 
 async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -> None:
@@ -368,185 +299,9 @@ async def _insert_by_psycopg_async(connection: Any, rows: Sequence[OutboxRow]) -
         async with connection.pipeline():
             pass
         _refuse_idle(connection)
-    with _translated_errors():
+    with translated_errors():
         async with _psycopg_cursor(connection) as cursor:
             if len(rows) == 1:
                 await cursor.execute(_PSYCOPG, rows[0])
             else:
                 await cursor.executemany(_PSYCOPG, rows)
-
-
-# ---- sessions --------------------------------------------------------------------------------------------------------
-
-
-class BufferedEvents:
-    """The rows that a session inserts when it commits. It is kept in `Session.info`."""
-
-    def __init__(self) -> None:
-        self.rows: list[OutboxRow] = []
-        self._starts: dict[SessionTransaction, int] = {}
-        """The number of rows before the first one of each open transaction or savepoint."""
-        self.committing: SessionTransaction | None = None
-        """Its commit has begun, and its rows are inserted: later ones are inserted at once."""
-        self.committed: SessionTransaction | None = None
-        self.released: SessionTransaction | None = None
-        """The last savepoint that was released: at its end, its rows stay."""
-        self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
-        """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
-        self.is_prepared = False
-        self.is_inserted_at_commit = False
-        """Whether the commit of the connection inserts the rows, too."""
-        self._listeners: list[tuple[Connection, str, Callable[..., None]]] = []
-
-    def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
-        """Keep the rows of a transaction or savepoint."""
-        for each in _with_parents(transaction):
-            self._starts.setdefault(each, len(self.rows))
-        self.rows += rows
-
-    def end_savepoint(self, ended: SessionTransaction) -> None:
-        """Drop the rows of a savepoint that is not released, and those of the savepoints in it."""
-        self.savepoints.pop(ended, None)
-        if ended is not self.released:
-            del self.rows[self._starts.get(ended, len(self.rows)) :]
-        self._starts = {each: start for each, start in self._starts.items() if ended not in _with_parents(each)}
-
-    def listen(self, connection: Connection, name: str, listener: Callable[..., None]) -> None:
-        """Listen to an event of a connection until `stop_listening`."""
-        event.listen(connection, name, listener)
-        self._listeners.append((connection, name, listener))
-
-    def stop_listening(self) -> None:
-        while self._listeners:
-            event.remove(*self._listeners.pop())
-
-    def note_prepared(self, *_: object) -> None:
-        self.is_prepared = True
-
-    def take(self) -> list[OutboxRow]:
-        """Return the rows, and forget them."""
-        rows, self.rows, self._starts = self.rows, [], {}
-        return rows
-
-
-def _publish_in_session(session: Session, rows: Sequence[OutboxRow]) -> None:
-    """Keep the rows until the session commits. A savepoint that is rolled back takes its rows along."""
-    transaction = session.get_nested_transaction() or session.get_transaction() or session.begin()
-    root = session.get_transaction()
-    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
-    if buffered.committed is root:
-        raise InvalidArgument("the session's transaction is committed: publish before its commit, not after it")
-    if buffered.is_prepared:
-        raise InvalidArgument("the session's transaction is prepared: publish before `session.prepare()`, not after it")
-    _refuse_unknown_savepoint(buffered)
-    buffered.add(transaction, rows)
-    if buffered.committing is root:
-        _insert_while_committing(session)
-
-
-def _refuse_unknown_savepoint(buffered: BufferedEvents) -> None:
-    """Raise InvalidArgument if a connection is in a savepoint that the session did not begin: its rollback would leave
-    the rows in the buffer."""
-    known = {pair for begun in buffered.savepoints.values() for pair in begun.items()}
-    for connection, _ in known:
-        current = connection.get_nested_transaction()
-        if current is not None and (connection, current) not in known:
-            raise InvalidArgument(
-                "the connection of the session is in a savepoint that the session does not know: begin the savepoint "
-                "with `session.begin_nested()`, or publish with `connection=session.connection()`"
-            )
-
-
-def _insert_while_committing(session: Session) -> None:
-    try:
-        connection = session.connection()
-    except InvalidRequestError:
-        return  # in `after_begin`, SQLAlchemy 2.1 allows no statement yet: the end of the flush inserts the rows
-    _insert_buffered(session, connection)
-
-
-def _insert_buffered(session: Session, connection: Connection) -> None:
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is not None and buffered.rows:
-        refuse_autocommit(connection)
-        insert(connection, buffered.take())
-
-
-# Listeners for all sessions of the process: a listener that a session gets during its commit may not be called.
-
-
-@event.listens_for(Session, "after_begin", insert=True)  # before the user's listeners, which may publish
-def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
-    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
-    buffered.savepoints.setdefault(transaction, {})[connection] = connection.get_nested_transaction()
-    if session.twophase and transaction.parent is None:
-        buffered.listen(connection, "prepare_twophase", buffered.note_prepared)
-
-
-@event.listens_for(Session, "before_commit")
-def _before_commit(session: Session) -> None:
-    buffered = session.info.setdefault(_BUFFERED, BufferedEvents())
-    if session.get_nested_transaction() is not None:
-        # Either a savepoint is released, or the transaction is committed above an open savepoint. In the second case,
-        # SQLAlchemy calls no further listener of the session, so a listener of its connection inserts the rows.
-        if buffered.rows:
-            _insert_at_commit(session, session.connection())
-        return
-    if buffered.rows:
-        session.flush()  # as the commit does next anyway; the flush decides in which order rows are locked
-        _insert_buffered(session, session.connection())
-    buffered.committing = session.get_transaction()
-
-
-def _insert_at_commit(session: Session, connection: Connection) -> None:
-    """Insert the rows also when the connection commits, until the session's transaction ends."""
-    buffered: BufferedEvents = session.info[_BUFFERED]
-    if not buffered.is_inserted_at_commit:
-        buffered.is_inserted_at_commit = True
-        buffered.listen(connection, "commit", partial(_insert_buffered, session))
-
-
-@event.listens_for(Session, "after_flush")
-def _after_flush(session: Session, _: object) -> None:
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is not None and buffered.rows and buffered.committing is session.get_transaction():
-        _insert_buffered(session, session.connection())
-
-
-@event.listens_for(Session, "after_commit")
-def _after_commit(session: Session) -> None:
-    """Refuse events that come too late. Rows that came too late to be inserted are an error: they must not be lost
-    silently."""
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is None:
-        return
-    if (savepoint := session.get_nested_transaction()) is not None:
-        buffered.released = savepoint
-        return
-    buffered.committed = session.get_transaction()
-    if buffered.rows:
-        raise StorageError(
-            f"the session has committed without {len(buffered.take())} batches of events, which were published while "
-            "it committed: publish them before, and release savepoints before the commit"
-        )
-
-
-@event.listens_for(Session, "after_transaction_end")
-def _after_end(session: Session, ended: SessionTransaction) -> None:
-    """Forget the rows of a transaction or savepoint that ends without a commit. `close` and `reset` call no listener of
-    a rollback."""
-    buffered: BufferedEvents | None = session.info.get(_BUFFERED)
-    if buffered is None:
-        return
-    if ended.parent is None:
-        del session.info[_BUFFERED]
-        buffered.stop_listening()
-    elif ended.nested:
-        buffered.end_savepoint(ended)
-
-
-def _with_parents(transaction: SessionTransaction) -> Iterator[SessionTransaction]:
-    inner: SessionTransaction | None = transaction
-    while inner is not None:
-        yield inner
-        inner = inner.parent

@@ -12,7 +12,7 @@ from ..streams.clock import now_us
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope, MisplacedEvent
-from .database import DriverStatement
+from .driver_statement import DriverStatement
 from .failed_events import FailedEvents, RedriveDecision, token_of
 from .schema import key_of, misplaced_key_of
 

@@ -20,7 +20,7 @@ from ..streams.identity import StreamId
 from ..streams.subscriptions import check_provider_name
 from ..streams.transactions import EffectScope
 from .database import EffectTransaction
-from .outbox import Events, insert, rows_of
+from .outbox_rows import Events, insert, rows_of
 from .positions import NO_STATE, AppliedPosition, EncodedState
 from .state import StreamState
 

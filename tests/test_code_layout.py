@@ -44,7 +44,7 @@ OWN_TASKS = {
 
 
 PRIVATE_USE = {
-    "effects/database.py": "SQLAlchemy has no public method for errors of statements that bypass it",
+    "effects/driver_statement.py": "SQLAlchemy has no public method for errors of statements that bypass it",
     "adapters/log/transactions.py": "py-lmdb has no public name for the class",
     "pipeline/session.py": "PySpark has no public way to its JVM",
     "testing/plugin.py": "pytest has no public name for the fixtures of a function",

@@ -7,7 +7,9 @@ from urllib.parse import unquote
 
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import Session
 
+from headrace import Outbox, StreamId
 from headrace.effects import schema
 
 KINDS = ("sqlite", "aiosqlite", "psycopg", "psycopg-async", "asyncpg")
@@ -86,3 +88,12 @@ async def close(engine: Engine | AsyncEngine) -> None:
         await engine.dispose()
     else:
         engine.dispose()
+
+
+def prepare_insert(engine: Engine) -> None:
+    """Let psycopg prepare the INSERT of the outbox on a connection of the pool: then a session sends it with COMMIT."""
+    for _ in range(6):
+        with Session(engine) as session, session.begin():
+            Outbox().publish(StreamId("warm-up", "0"), b"x", connection=session)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM headrace_outbox"))

@@ -24,7 +24,7 @@ from headrace.adapters import ProducerSequence, Receipt
 from headrace.effects.administration import engine_of
 from headrace.effects.database import database_of
 from headrace.effects.mover import OutboxMover
-from headrace.effects.outbox import lane_of
+from headrace.effects.outbox_rows import lane_of
 from headrace.effects.schema import migrate
 from headrace.silo.outbox import COUNT_S, OutboxService
 from headrace.streams.background import BackgroundTasks

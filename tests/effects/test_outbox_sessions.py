@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from headrace import InvalidArgument, Outbox, StreamId
 from headrace.effects import schema
 from headrace.streams.errors import StorageError
+from tests.effects.databases import prepare_insert
 
 STREAM = StreamId("orders", "42")
 OUTBOX = Outbox()
@@ -30,14 +37,24 @@ class Order(Model):
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = create_engine(f"sqlite:///{tmp_path}/user.db")
+@pytest.fixture(params=["sqlite", "psycopg"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path, schema_url: Callable[[], str]) -> Iterator[Engine]:
+    if request.param == "sqlite":
+        made = create_engine(f"sqlite:///{tmp_path}/user.db")
+    else:
+        made = create_engine(schema_url().replace("postgresql:", "postgresql+psycopg:"), pool_size=1)
     with made.begin() as connection:
         schema.migrate(connection)
         Model.metadata.create_all(connection)
+    if request.param == "psycopg":
+        prepare_insert(made)
     yield made
     made.dispose()
+
+
+def asyncio_engine(engine: Engine) -> AsyncEngine:
+    driver = "sqlite+aiosqlite" if engine.dialect.name == "sqlite" else "postgresql+psycopg"
+    return create_async_engine(engine.url.set(drivername=driver))
 
 
 def stored(engine: Engine) -> tuple[int, list[bytes]]:
@@ -90,7 +107,7 @@ def test_events_of_a_listener_are_rolled_back_with_the_commit(engine: Engine):
         session.commit()
         event.listen(session, "before_flush", publish_once(b"lost"))
         session.add(Order(id=1))
-        with pytest.raises(Exception, match="UNIQUE"):
+        with pytest.raises(IntegrityError):
             session.commit()
         session.rollback()
         session.add(Order(id=2))
@@ -162,7 +179,7 @@ def test_a_scoped_session_publishes_as_its_session(engine: Engine):
 
 
 async def test_a_scoped_session_for_asyncio_publishes_as_its_session(engine: Engine):
-    made = create_async_engine(f"sqlite+aiosqlite:///{engine.url.database}")
+    made = asyncio_engine(engine)
     scoped = async_scoped_session(async_sessionmaker(made), asyncio.current_task)
     OUTBOX.publish(STREAM, b"a", connection=scoped)
     assert await OUTBOX.published(connection=scoped) == [(STREAM, b"a")]
@@ -195,7 +212,7 @@ def test_a_savepoint_that_the_session_does_not_know_is_refused(engine: Engine, *
 
 
 async def test_a_savepoint_that_an_asyncio_session_does_not_know_is_refused(engine: Engine):
-    made = create_async_engine(f"sqlite+aiosqlite:///{engine.url.database}")
+    made = asyncio_engine(engine)
     async with AsyncSession(made) as session, session.begin():
         OUTBOX.publish(STREAM, b"a", connection=session)
         savepoint = await (await session.connection()).begin_nested()

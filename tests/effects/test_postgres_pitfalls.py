@@ -27,7 +27,7 @@ from headrace.streams.errors import StorageError
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.adapters.postgres.opening import batch, opened, received
 from tests.client.consumers import until
-from tests.effects.databases import UserDatabase, close, engine, user_database
+from tests.effects.databases import UserDatabase, close, engine, prepare_insert, user_database
 from tests.effects.test_outbox import RecordingQueue
 from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
 
@@ -276,7 +276,9 @@ def test_a_publish_after_the_prepare_of_a_session_is_refused():
         made = create_engine(server.url.replace("postgresql:", "postgresql+psycopg:"))
         with made.begin() as connection:
             schema.migrate(connection)
+        prepare_insert(made)
         with Session(made, twophase=True) as session:
+            session.execute(text("SELECT 1"))
             OUTBOX.publish(STREAMS[0], b"a", connection=session)
             session.prepare()
             with pytest.raises(InvalidArgument, match=r"before `session\.prepare\(\)`"):

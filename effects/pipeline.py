@@ -1,7 +1,7 @@
-"""The first statement of a transaction, sent together with BEGIN.
+"""The first and the last statement of a transaction, sent together with BEGIN and COMMIT.
 
-psycopg sends BEGIN alone and waits for the answer, which costs a client as much as any other statement. In libpq's
-pipeline mode both go at once. `Connection.pipeline()` of psycopg does this, too, but costs more than the wait.
+psycopg sends BEGIN and COMMIT alone and waits for the answer, which costs a client as much as any other statement. In
+libpq's pipeline mode both go at once. `Connection.pipeline()` of psycopg does this, too, but costs more than the wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sqlalchemy import AdaptedConnection, Connection
 
 _MIN_LIBPQ = 140_000
 """The first version of libpq that has pipelines."""
-_BEGIN, _ROLLBACK = b"BEGIN", b"ROLLBACK"
+_BEGIN, _COMMIT, _ROLLBACK = b"BEGIN", b"COMMIT", b"ROLLBACK"
 _UNPREPARED = b""
 """The name of a statement that is parsed each time."""
 _PREPARED = "headrace: prepared statements"
@@ -41,13 +41,19 @@ def can_begin(connection: Connection) -> bool:
     libpq has pipelines, and the connection takes UTF-8. The handler, or other users of the pool, may have changed
     that."""
     driver = cast("Any", connection.connection.driver_connection)
+    if not _can_pipeline(driver, TransactionStatus.IDLE):
+        return False
+    return driver.isolation_level is None and driver.read_only is None and driver.deferrable is None
+
+
+def _can_pipeline(driver: Any, status: TransactionStatus) -> bool:
+    """Return whether this is a connection of psycopg with this status, which takes a pipeline with texts in UTF-8."""
     pgconn: PGconn | None = getattr(driver, "pgconn", None)
-    if pgconn is None or pgconn.transaction_status != TransactionStatus.IDLE or driver.autocommit:
+    if pgconn is None or pgconn.transaction_status != status or driver.autocommit:
         return False
     if pgconn.parameter_status(b"client_encoding") != b"UTF8":
         return False
-    has_options = driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None
-    return not has_options and pgconn.pipeline_status == PipelineStatus.OFF and pq.version() >= _MIN_LIBPQ
+    return pgconn.pipeline_status == PipelineStatus.OFF and pq.version() >= _MIN_LIBPQ
 
 
 def begin_and_execute(connection: Connection, sql: str, parameters: Sequence[str | int | None]) -> int:
@@ -82,6 +88,37 @@ def begin_and_execute(connection: Connection, sql: str, parameters: Sequence[str
                 del prepared[sql]
             result = _run(connection, [partial(pgconn.send_query_params, _ROLLBACK, None), begin, unprepared])
     return result.command_tuples or 0
+
+
+def prepared_for_commit(connection: Connection, sql: str, types: Sequence[int]) -> bytes | None:
+    """Return the name of the statement with parameters of these types (OIDs) if psycopg has prepared it and
+    `execute_and_commit` may be called; None otherwise.
+
+    It must be a statement that psycopg knows: psycopg may deallocate all others before the commit, and then the user's
+    transaction would fail.
+    """
+    driver = cast("Any", connection.connection.driver_connection)
+    if not _can_pipeline(driver, TransactionStatus.INTRANS):
+        return None
+    try:
+        if driver._num_transactions or driver._tpc:  # noqa: SLF001 (psycopg refuses to commit)
+            return None
+        return driver._prepared._names.get((sql.encode(), tuple(types)))  # noqa: SLF001 (there is no public way)
+    except AttributeError:
+        return None  # another version of psycopg
+
+
+def execute_and_commit(
+    connection: Connection, statement: bytes, rows: Sequence[Sequence[bytes]], formats: Sequence[int]
+) -> None:
+    """Execute a prepared statement once for each row of parameters, and commit. psycopg's own `commit` finds no
+    transaction then, and does nothing.
+
+    Raises the errors of psycopg. Roll back then.
+    """
+    pgconn: PGconn = cast("Any", connection.connection.driver_connection).pgconn
+    commands = [partial(pgconn.send_query_prepared, statement, values, formats) for values in rows]
+    _run(connection, [*commands, partial(pgconn.send_query_params, _COMMIT, None)])
 
 
 def _run(connection: Connection, commands: Sequence[Callable[[], None]]) -> PGresult:
