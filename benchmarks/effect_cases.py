@@ -38,7 +38,7 @@ HEADRACE, MOVER = "headrace", "outbox to the log"
 PLAIN, PUBLISHING = "transactions without the outbox", "transactions with one event in the outbox"
 SELECTING = "transactions with one `SELECT 1` more"
 EXTRAS = (PLAIN, PUBLISHING, SELECTING)
-SENT_TOGETHER = "transactions with one event in the outbox, sent with COMMIT as a session does"
+SENT_TOGETHER = "transactions with one event in the outbox, INSERT and COMMIT in one message"
 BY_PGBENCH, BY_SESSION = "{}, by pgbench", "{}, by sessions"
 
 
@@ -346,7 +346,7 @@ def sections(scale: float) -> list[Section]:
         BY_SESSION.format(each): partial(measured, transactions_by_sessions.__name__, more=each, seconds=seconds)
         for each in (PLAIN, PUBLISHING)
     }
-    together, fast, fast_plain = (BY_PGBENCH.format(each) for each in (SENT_TOGETHER, PUBLISHING, PLAIN))
+    sent_together, fast, fast_plain = (BY_PGBENCH.format(each) for each in (SENT_TOGETHER, PUBLISHING, PLAIN))
     session, session_plain = BY_SESSION.format(PUBLISHING), BY_SESSION.format(PLAIN)
     return [
         Section(
@@ -382,9 +382,12 @@ def sections(scale: float) -> list[Section]:
                 Target(what="mover ≥ 50,000 events/s", case=MOVER, to=None, bound=50_000),
                 Target(what="mover ≥ 120,000 events/s (aim)", case=MOVER, to=None, bound=120_000),
                 Target(
-                    what="pgbench, as a session: ≥ 0.75 × without an event", case=together, to=fast_plain, bound=0.75
+                    what="pgbench, INSERT with COMMIT: ≥ 0.75 × without an event",
+                    case=sent_together,
+                    to=fast_plain,
+                    bound=0.75,
                 ),
-                Target(what="pgbench, as a session: ≥ 0.85 (aim)", case=together, to=fast_plain, bound=0.85),
+                Target(what="pgbench, INSERT with COMMIT: ≥ 0.85 (aim)", case=sent_together, to=fast_plain, bound=0.85),
                 Target(what="pgbench, a statement of its own: ≥ 0.75", case=fast, to=fast_plain, bound=0.75),
                 Target(what="sessions: ≥ 0.75 × without an event", case=session, to=session_plain, bound=0.75),
                 Target(what="psycopg: transactions with it ≥ 0.75 × without", case=PUBLISHING, to=PLAIN, bound=0.75),

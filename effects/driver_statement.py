@@ -67,7 +67,7 @@ class DriverErrors:
     """Raises the driver's errors as SQLAlchemy does for its own statements: wraps them, and invalidates a lost
     connection. A class, because it is entered for each event: see `outages`."""
 
-    def __init__(self, connection: Connection, sql: str, parameters: Any) -> None:
+    def __init__(self, connection: Connection, sql: str | None, parameters: Any) -> None:
         self._connection = connection
         self._sql = sql
         self._parameters = parameters

@@ -140,6 +140,7 @@ class ObservedTransaction:
 # ---- events of an engine ---------------------------------------------------------------------------------------------
 
 
+_BEFORE, _AFTER = "before_cursor_execute", "after_cursor_execute"
 _observed = WeakKeyDictionary[Connection, ObservedTransaction]()
 """The transactions of effects that are open. The listeners ignore other connections of the user's engine."""
 
@@ -147,10 +148,21 @@ _observed = WeakKeyDictionary[Connection, ObservedTransaction]()
 def observe_errors_and_statements(engine: Engine) -> None:
     """Let `ObservedTransaction` see what happens on connections of an engine."""
     _listen(engine, "handle_error", _note_error)
-    _listen(engine, "before_cursor_execute", _before_statement)
-    _listen(engine, "after_cursor_execute", _after_statement)
+    _listen(engine, _BEFORE, _before_statement)
+    _listen(engine, _AFTER, _after_statement)
     if engine.dialect.name == "sqlite":
         _listen(engine, "handle_error", _end_cancelled_statement)
+
+
+def is_watched(connection: Connection) -> bool:
+    """Return whether the user listens to the statements of a connection."""
+    dispatch, dialect = connection.dispatch, connection.dialect.dispatch
+    if dispatch.before_execute or dispatch.after_execute or dialect.do_execute or dialect.do_executemany:
+        return True
+    engine = connection.engine
+    before = len(list(dispatch.before_cursor_execute)) - event.contains(engine, _BEFORE, _before_statement)
+    after = len(list(dispatch.after_cursor_execute)) - event.contains(engine, _AFTER, _after_statement)
+    return before > 0 or after > 0
 
 
 def _listen(engine: Engine, name: str, listener: Callable[..., None]) -> None:

@@ -72,6 +72,10 @@ class Outbox:
 
     def __init__(self, provider: str = "default", *, codec: CodecOption | None = None) -> None:
         """`codec` encodes values, as that of a client: see `Client`. Raises InvalidArgument."""
+        if "://" in str(provider):  # the text of `check_provider_name` would have the password
+            raise InvalidArgument(
+                "Outbox takes the name of a provider, such as 'default', and no URL: `publish` gets the connection"
+            )
         self.provider = check_provider_name(provider)
         self._codecs = Codecs(codec)
 

@@ -18,6 +18,7 @@ from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.publishing import check_stream, encoded, listed, scheduled
 from .driver_statement import DriverErrors
+from .observed import is_watched
 from .schema import key_of, no_tables, outbox
 
 LANES = 16
@@ -31,12 +32,9 @@ INSERT = f"INSERT INTO headrace_outbox ({', '.join(COLUMNS)}) VALUES "  # noqa: 
 NUMBERED_INSERT = INSERT + f"({', '.join(f'${number + 1}' for number in range(len(COLUMNS)))})"
 _INSERT = text(INSERT + f"({', '.join(f':{name}' for name in COLUMNS)})")
 
-_TYPES = 0, 21, 0, 21, 17, 20
-"""The OIDs that psycopg has for the parameters: unknown (text), int2, bytea, int8."""
 _TEXT, _BINARY = 0, 1
-_FORMATS = _BINARY, _TEXT, _BINARY, _TEXT, _BINARY, _TEXT
-"""How `_parameters` has them. Text in binary format has a length, so no NUL character can end it."""
-_MAX_INT2 = (1 << 15) - 1
+_FORMATS = [_BINARY, _TEXT, _BINARY, _TEXT, _BINARY, _TEXT]
+"""The format of each value of `_parameters`. A text in binary format is not cut at a NUL."""
 
 _UNDEFINED_TABLE, _UNTRANSLATABLE = "42P01", "22P05"
 """SQLSTATE."""
@@ -74,43 +72,34 @@ def insert(connection: Connection, rows: Sequence[OutboxRow]) -> None:
             raise
 
 
-def goes_with_commit(connection: Connection, listeners: int) -> bool:
-    """Return whether `insert_and_commit` sends rows and COMMIT at once. `listeners`: how many of the outbox listen to
-    the connection's commit.
+def can_insert_with_commit(connection: Connection) -> bool:
+    """Return whether `insert_and_commit` sends rows and COMMIT at once.
 
-    Listeners and logs of the user must see each statement in its place: then the rows have a statement of their own.
+    Logs and listeners of the user must see each statement: for them, the rows have a statement of their own.
     """
-    return _statement_for_commit(connection, listeners) is not None
+    if connection.dialect.driver != "psycopg" or connection.engine.logger.isEnabledFor(logging.INFO):
+        return False
+    from .pipeline import can_commit  # noqa: PLC0415 (psycopg is optional)
 
-
-def _statement_for_commit(connection: Connection, listeners: int) -> bytes | None:
-    if connection.dialect.driver != "psycopg":
-        return None
-    dispatch, engine = connection.dispatch, connection.engine
-    watchers = dispatch.before_execute, dispatch.before_cursor_execute, dispatch.after_cursor_execute
-    if any(watchers) or dispatch.after_execute or len(list(dispatch.commit)) > listeners:
-        return None
-    if engine.logger.isEnabledFor(logging.INFO):
-        return None
-    from .pipeline import prepared_for_commit  # noqa: PLC0415 (psycopg is optional)
-
-    return prepared_for_commit(connection, NUMBERED_INSERT, _TYPES)
+    return not is_watched(connection) and can_commit(connection)
 
 
 def insert_and_commit(connection: Connection, rows: Sequence[OutboxRow]) -> None:
-    """Write rows as the connection commits, in a listener of its commit: together with the COMMIT if possible.
+    """Insert rows, and commit in the same message if possible. Call it from a listener of the connection's commit.
 
     Raises NotFound if the database has no outbox, and the errors of the commit.
     """
-    statement = _statement_for_commit(connection, 1)
-    if statement is None or any(row["events"] > _MAX_INT2 for row in rows):
-        return insert(connection, rows)
+    is_last = len(list(connection.dispatch.commit)) == 1  # another listener may execute statements
+    if not is_last or not can_insert_with_commit(connection):
+        insert(connection, rows)
+        return
     from .pipeline import execute_and_commit  # noqa: PLC0415 (psycopg is optional)
 
-    parameters = [_parameters(row) for row in rows]
-    with translated_errors(), DriverErrors(connection, NUMBERED_INSERT, rows):
-        execute_and_commit(connection, statement, parameters, _FORMATS)
-    return None
+    with DriverErrors(connection, None, None):
+        error = execute_and_commit(connection, NUMBERED_INSERT, [_parameters(row) for row in rows], _FORMATS)
+    if error is not None:
+        with translated_errors(), DriverErrors(connection, NUMBERED_INSERT, rows):
+            raise error
 
 
 def _parameters(row: OutboxRow) -> list[bytes]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 
-from sqlalchemy import Connection, Engine, NestedTransaction, event
+from sqlalchemy import Connection, Engine, NestedTransaction, Pool, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ..streams.errors import InvalidArgument, StorageError
 from .driver_state import refuse_autocommit
-from .outbox_rows import OutboxRow, goes_with_commit, insert, insert_and_commit
+from .outbox_rows import OutboxRow, can_insert_with_commit, insert, insert_and_commit
 
 _BUFFERED = "headrace outbox"
 """Key of `BufferedEvents` in `Session.info`."""
+_UNSENT = "headrace outbox: unsent"
+"""Key in `Connection.info`: the transaction must not be committed without the rows of its session."""
 
 
 class BufferedEvents:
@@ -26,15 +29,16 @@ class BufferedEvents:
         self._starts: dict[SessionTransaction, int] = {}
         """The number of rows before the first one of each open transaction or savepoint."""
         self.committing: SessionTransaction | None = None
-        """Its commit has begun: rows that are published later are inserted at once."""
+        """Its commit has begun: rows that are published from now on are inserted at once, and those that wait with
+        them."""
         self.committed: SessionTransaction | None = None
         self.released: SessionTransaction | None = None
         """The last savepoint that was released: at its end, its rows stay."""
         self.savepoints: dict[SessionTransaction, dict[Connection, NestedTransaction | None]] = {}
         """The savepoint in which each transaction of the session found or began a connection; None: in no savepoint."""
         self.is_prepared = False
-        self.is_inserted_at_commit = False
-        """Whether the commit of the connection inserts the rows that are left then."""
+        self.inserted_by: Connection | None = None
+        """The connection whose commit inserts the rows that are left then."""
         self._listeners: list[tuple[Connection, str, Callable[..., None]]] = []
 
     def add(self, transaction: SessionTransaction, rows: Sequence[OutboxRow]) -> None:
@@ -49,6 +53,18 @@ class BufferedEvents:
         if ended is not self.released:
             del self.rows[self._starts.get(ended, len(self.rows)) :]
         self._starts = {each: start for each, start in self._starts.items() if ended not in _with_parents(each)}
+
+    @property
+    def connections(self) -> list[Connection]:
+        """The connections of the session's transaction and of its open savepoints."""
+        return [connection for begun in self.savepoints.values() for connection in begun]
+
+    def insert_at_commit(self, session: Session, connection: Connection) -> None:
+        """Insert the rows when the connection commits. The listener stays until the session's transaction ends."""
+        if self.inserted_by is None:
+            self.listen(connection, "commit", partial(_on_commit, session))
+            self.inserted_by = connection
+        connection.info[_UNSENT] = True
 
     def listen(self, connection: Connection, name: str, listener: Callable[..., None]) -> None:
         """Listen to an event of a connection until `stop_listening`."""
@@ -123,6 +139,9 @@ def waiting_rows(session: Session) -> Sequence[OutboxRow]:
 @event.listens_for(Session, "after_begin", insert=True)  # before the user's listeners, which may publish
 def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
+    if buffered.rows and buffered.committing is not None and buffered.inserted_by is not None:
+        # A listener of the user uses another database: its commit may come first.
+        insert(buffered.inserted_by, buffered.take())
     buffered.savepoints.setdefault(transaction, {})[connection] = connection.get_nested_transaction()
     if session.twophase and transaction.parent is None:
         buffered.listen(connection, "prepare_twophase", buffered.note_prepared)
@@ -130,51 +149,42 @@ def _after_begin(session: Session, transaction: SessionTransaction, connection: 
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    buffered = session.info.setdefault(_BUFFERED, BufferedEvents())
+    buffered: BufferedEvents = session.info.setdefault(_BUFFERED, BufferedEvents())
     if session.get_nested_transaction() is not None:
         # Either a savepoint is released, or the transaction is committed above an open savepoint. In the second case,
         # SQLAlchemy calls no further listener of the session, so a listener of its connection inserts the rows.
         if buffered.rows:
-            _insert_at_commit(session, session.connection())
+            buffered.insert_at_commit(session, session.connection())
         return
-    root = session.get_transaction()
     if buffered.rows:
         session.flush()  # as the commit does next anyway; the flush decides in which order rows are locked
         connection = session.connection()
         refuse_autocommit(connection)
-        own = int(buffered.is_inserted_at_commit)
-        if _commits_alone(session, connection) and goes_with_commit(connection, own):
-            _insert_at_commit(session, connection)
+        # Another connection could be committed before an INSERT that fails.
+        if buffered.connections == [connection] and _begins(session) and can_insert_with_commit(connection):
+            buffered.insert_at_commit(session, connection)
         else:
             insert(connection, buffered.take())
-    buffered.committing = root
+    buffered.committing = session.get_transaction()
 
 
-def _commits_alone(session: Session, connection: Connection) -> bool:
-    """Return whether the session's commit is that of this connection, and of no other one, which may come first."""
-    buffered: BufferedEvents = session.info[_BUFFERED]
-    connections = [each for begun in buffered.savepoints.values() for each in begun]
-    return isinstance(session.get_bind(), Engine) and connections == [connection]
+def _begins(session: Session) -> bool:
+    """Return whether the session begins and commits its transaction. With `bind=connection`, the user may do so."""
+    return isinstance(session.get_bind(), Engine)
 
 
-def _insert_at_commit(session: Session, connection: Connection) -> None:
-    """Insert the rows when the connection commits, until the session's transaction ends."""
-    buffered: BufferedEvents = session.info[_BUFFERED]
-    if not buffered.is_inserted_at_commit:
-        buffered.is_inserted_at_commit = True
-        buffered.listen(connection, "commit", partial(_committing, session))
-
-
-def _committing(session: Session, connection: Connection) -> None:
+def _on_commit(session: Session, connection: Connection) -> None:
     buffered: BufferedEvents | None = session.info.get(_BUFFERED)
     if buffered is not None and buffered.rows:
         try:
-            refuse_autocommit(connection)
             insert_and_commit(connection, buffered.take())
         except BaseException:
-            with suppress(Exception):  # SQLAlchemy does not roll back after a commit that failed
-                connection.connection.rollback()
+            try:
+                connection.connection.rollback()  # after a failed commit, `Session.close` leaves the transaction open
+            except Exception:  # noqa: BLE001 (whatever it is, the connection cannot be used)
+                connection.invalidate()
             raise
+        connection.info.pop(_UNSENT, None)
 
 
 @event.listens_for(Session, "after_flush")
@@ -214,6 +224,15 @@ def _after_end(session: Session, ended: SessionTransaction) -> None:
         buffered.stop_listening()
     elif ended.nested:
         buffered.end_savepoint(ended)
+
+
+@event.listens_for(Pool, "reset")
+def _on_reset(driver: DBAPIConnection, record: ConnectionPoolEntry, state: PoolResetState) -> None:
+    """Roll back a transaction whose rows were not sent: an exception came between the beginning of the commit and
+    `_on_commit`, for example a KeyboardInterrupt. SQLAlchemy leaves the transaction open, and the next user of the
+    connection would commit it."""
+    if record.info.pop(_UNSENT, False) and state.asyncio_safe and not state.terminate_only:
+        driver.rollback()
 
 
 def _with_parents(transaction: SessionTransaction) -> Iterator[SessionTransaction]:

@@ -1,17 +1,19 @@
-"""The first and the last statement of a transaction, sent together with BEGIN and COMMIT.
+"""Send the first statement of a transaction together with BEGIN, and the last ones together with COMMIT.
 
-psycopg sends BEGIN and COMMIT alone and waits for the answer, which costs a client as much as any other statement. In
-libpq's pipeline mode both go at once. `Connection.pipeline()` of psycopg does this, too, but costs more than the wait.
+psycopg sends BEGIN and COMMIT alone and waits for the answer, which costs a client as much as any other statement. The
+pipeline mode of libpq sends them and the statements at once. `Connection.pipeline()` of psycopg does this, too, but
+costs more than the wait.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from psycopg import errors, generators, pq
+from psycopg import AsyncCursor, Cursor, errors, generators, pq
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import AdaptedConnection, Connection
@@ -31,9 +33,13 @@ class _PreparedStatement:
     __slots__ = ("executions", "name")
 
     def __init__(self) -> None:
-        # A name that no other client has: they may share the server's connection through a pooler.
-        self.name = b"headrace_%b" % secrets.token_hex(8).encode()
+        self.name = _new_name()
         self.executions = 0
+
+
+def _new_name() -> bytes:
+    """Return a name that no other client has: they may share the server's connection through a pooler."""
+    return b"headrace_%b" % secrets.token_hex(8).encode()
 
 
 def can_begin(connection: Connection) -> bool:
@@ -46,8 +52,20 @@ def can_begin(connection: Connection) -> bool:
     return driver.isolation_level is None and driver.read_only is None and driver.deferrable is None
 
 
+def can_commit(connection: Connection) -> bool:
+    """Return whether `execute_and_commit` may be called: psycopg would send a plain COMMIT, no cursor of the user must
+    see the statements, and `_can_pipeline`."""
+    driver = cast("Any", connection.connection.driver_connection)
+    if not _can_pipeline(driver, TransactionStatus.INTRANS):
+        return False
+    # psycopg refuses to commit within its own `transaction()` and `tpc_begin()`. It does not tell these in public.
+    refuses = getattr(driver, "_num_transactions", True) or getattr(driver, "_tpc", True)
+    return not refuses and driver.cursor_factory in (Cursor, AsyncCursor)
+
+
 def _can_pipeline(driver: Any, status: TransactionStatus) -> bool:
-    """Return whether this is a connection of psycopg with this status, which takes a pipeline with texts in UTF-8."""
+    """Return whether this is a connection of psycopg that has this transaction status, uses UTF-8, and can enter the
+    pipeline mode."""
     pgconn: PGconn | None = getattr(driver, "pgconn", None)
     if pgconn is None or pgconn.transaction_status != status or driver.autocommit:
         return False
@@ -90,56 +108,78 @@ def begin_and_execute(connection: Connection, sql: str, parameters: Sequence[str
     return result.command_tuples or 0
 
 
-def prepared_for_commit(connection: Connection, sql: str, types: Sequence[int]) -> bytes | None:
-    """Return the name of the statement with parameters of these types (OIDs) if psycopg has prepared it and
-    `execute_and_commit` may be called; None otherwise.
+def execute_and_commit(
+    connection: Connection, sql: str, rows: Sequence[Sequence[bytes]], formats: list[int]
+) -> errors.Error | None:
+    """Execute a statement once for each row of its parameters `$1`, `$2` and so on, and commit. psycopg's own `commit`
+    finds no transaction then, and does nothing.
 
-    It must be a statement that psycopg knows: psycopg may deallocate all others before the commit, and then the user's
-    transaction would fail.
+    Return the error of the statement, None if there is none. Raises that of COMMIT. Roll back after an error.
     """
     driver = cast("Any", connection.connection.driver_connection)
-    if not _can_pipeline(driver, TransactionStatus.INTRANS):
-        return None
-    try:
-        if driver._num_transactions or driver._tpc:  # noqa: SLF001 (psycopg refuses to commit)
-            return None
-        return driver._prepared._names.get((sql.encode(), tuple(types)))  # noqa: SLF001 (there is no public way)
-    except AttributeError:
-        return None  # another version of psycopg
+    pgconn: PGconn = driver.pgconn
+    encoded = sql.encode()
+    key = encoded, ()  # psycopg's own keys have the type of each parameter
+    names = _prepared_by_psycopg(driver)
+    name = _UNPREPARED if names is None else names.get(key)
+    commands: list[Callable[[], None]] = []
+    if not name:
+        name = _UNPREPARED if names is None else _new_name()
+        commands.append(partial(pgconn.send_prepare, name, encoded))
+    commands += [partial(pgconn.send_query_prepared, name, values, formats) for values in rows]
+    results = _send(connection, [*commands, partial(pgconn.send_query_params, _COMMIT, None)])
+    if names is not None and results and results[0].status == ExecStatus.COMMAND_OK:
+        names[key] = name
+        names.move_to_end(key)  # psycopg deallocates those that were not used for long
+    for result in results[: len(commands)]:
+        if result.status == ExecStatus.FATAL_ERROR:
+            return errors.error_from_result(result)
+    _check(results)
+    if len(results) <= len(commands) or results[-1].command_status != _COMMIT:
+        raise errors.OperationalError("the server did not confirm the COMMIT")
+    return None
 
 
-def execute_and_commit(
-    connection: Connection, statement: bytes, rows: Sequence[Sequence[bytes]], formats: Sequence[int]
-) -> None:
-    """Execute a prepared statement once for each row of parameters, and commit. psycopg's own `commit` finds no
-    transaction then, and does nothing.
+def _prepared_by_psycopg(driver: Any) -> OrderedDict[Any, bytes] | None:
+    """Return the names of the statements that psycopg has prepared, None if it may not prepare any.
 
-    Raises the errors of psycopg. Roll back then.
+    A statement must be among them to be used in a transaction of the user: psycopg deallocates all statements of the
+    connection after a rollback, and the transaction would fail at one that is unknown.
     """
-    pgconn: PGconn = cast("Any", connection.connection.driver_connection).pgconn
-    commands = [partial(pgconn.send_query_prepared, statement, values, formats) for values in rows]
-    _run(connection, [*commands, partial(pgconn.send_query_params, _COMMIT, None)])
+    prepared = getattr(driver, "_prepared", None)  # there is no public way
+    names = getattr(prepared, "_names", None)
+    may_prepare = driver.prepare_threshold is not None and isinstance(names, OrderedDict)
+    is_deallocating = bool(getattr(prepared, "_to_flush", True))
+    return cast("OrderedDict[Any, bytes]", names) if may_prepare and not is_deallocating else None
 
 
 def _run(connection: Connection, commands: Sequence[Callable[[], None]]) -> PGresult:
     """Send all commands at once, and return the result of the last one. Raises the error of the first one that
     failed."""
+    results = _send(connection, commands)
+    _check(results)
+    return results[-1]
+
+
+def _check(results: Sequence[PGresult]) -> None:
+    for result in results:
+        if result.status == ExecStatus.FATAL_ERROR:
+            raise errors.error_from_result(result)
+
+
+def _send(connection: Connection, commands: Sequence[Callable[[], None]]) -> list[PGresult]:
+    """Send all commands at once, and return their results. After an error, those of later ones have no effect."""
     pooled = cast("Any", connection.connection)
     driver = pooled.driver_connection
     steps = _pipeline(driver.pgconn, commands)
     try:
         if isinstance(pooled.dbapi_connection, AdaptedConnection):
-            results = pooled.dbapi_connection.run_async(lambda driver: _wait_async(driver, steps))
-        else:
-            with driver.lock:
-                results = driver.wait(steps)
+            return pooled.dbapi_connection.run_async(lambda driver: _wait_async(driver, steps))
+        with driver.lock:
+            return driver.wait(steps)
     finally:
         if driver.pgconn.pipeline_status != PipelineStatus.OFF:
             driver.pgconn.finish()  # it did not get all results, and cannot be used
-    for result in results:
-        if result.status == ExecStatus.FATAL_ERROR:
-            raise errors.error_from_result(result)
-    return results[-1]
 
 
 async def _wait_async(driver: Any, steps: Generator[Any, Any, list[PGresult]]) -> list[PGresult]:
@@ -153,10 +193,16 @@ def _pipeline(pgconn: PGconn, commands: Sequence[Callable[[], None]]) -> Generat
     for send in commands:
         send()
     pgconn.pipeline_sync()
-    yield from generators.send(pgconn)
     results: list[PGresult] = []
-    for _ in commands:
-        results += yield from generators.fetch_many(pgconn)
-    yield from generators.fetch_many(pgconn)  # that of pipeline_sync
-    pgconn.exit_pipeline_mode()
+    try:
+        yield from generators.send(pgconn)
+        for _ in commands:
+            results += yield from generators.fetch_many(pgconn)
+        yield from generators.fetch_many(pgconn)  # that of pipeline_sync
+    except errors.Error:
+        # The server may have sent its reason before it closed the connection.
+        if not any(result.status == ExecStatus.FATAL_ERROR for result in results):
+            raise
+    else:
+        pgconn.exit_pipeline_mode()
     return results

@@ -150,7 +150,8 @@ class Silo:
             )
 
     def _log_ready(self, subscriptions: Sequence[SubscriptionDeclaration]) -> None:
-        if not subscriptions and self.grpc_address is None:
+        moves_outbox = any(one.outbox is not None for one in self.config.providers.values())
+        if not subscriptions and self.grpc_address is None and not moves_outbox:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
             "silo is ready: %s; %s; subscriptions: %s%s%s%s",

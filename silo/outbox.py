@@ -38,6 +38,8 @@ class OutboxService:
 
     def start(self) -> None:
         """Move events until `aclose`."""
+        url = self._engine.url
+        log.info("the outbox in %s is moved into provider %r", url.set(password=None, query={}), self._name)
         self._background.start(self.mover.run(), f"headrace outbox {self._name}")
         self._background.start(run_periodically(self._count, COUNT_S), f"headrace outbox count {self._name}")
 

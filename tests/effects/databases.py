@@ -91,9 +91,9 @@ async def close(engine: Engine | AsyncEngine) -> None:
 
 
 def prepare_insert(engine: Engine) -> None:
-    """Let psycopg prepare the INSERT of the outbox on a connection of the pool: then a session sends it with COMMIT."""
-    for _ in range(6):
-        with Session(engine) as session, session.begin():
-            Outbox().publish(StreamId("warm-up", "0"), b"x", connection=session)
+    """Prepare the INSERT of the outbox on a connection of the pool."""
+    with Session(engine) as session, session.begin():
+        session.execute(text("SELECT 1"))
+        Outbox().publish(StreamId("warm-up", "0"), b"x", connection=session)
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM headrace_outbox"))

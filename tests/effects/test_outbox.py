@@ -754,6 +754,12 @@ async def test_a_name_that_no_provider_has_is_refused(tmp_path: Path, schema_url
             await effects.call(event_at(5))
 
 
+def test_a_url_in_place_of_the_provider_is_not_repeated():
+    with pytest.raises(InvalidArgument, match="takes the name of a provider") as caught:
+        Outbox("postgresql://shop:secret@localhost/shop")
+    assert "secret" not in str(caught.value)
+
+
 async def test_more_rows_than_one_release_has(async_database: UserDatabase):
     publish(async_database, STREAM, *(b"%d" % number for number in range(2500)))
     queue = await moved(async_database)

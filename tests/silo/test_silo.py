@@ -331,6 +331,18 @@ def test_option_without_effect_is_warned_of(tmp_path: Path, start: Start, monkey
     assert f"silo is ready: data in {tmp_path / 'd'}; provider 'default' with 8 queues".encode() in said
 
 
+def test_a_silo_may_only_move_an_outbox(tmp_path: Path, start: Start, headrace: Headrace):
+    headrace("effects", "migrate", "sqlite:///shop.db")
+    (tmp_path / "silo.toml").write_text('[providers.default]\noutbox = "sqlite:///shop.db"\n')
+    process = start("silo", "silo.toml", "--data", "d")
+    assert process.stderr is not None
+    said = b""
+    while b"silo is ready" not in said:
+        said += process.stderr.readline()
+    assert b"shop.db is moved into provider 'default'" in said
+    assert b"WARNING" not in said
+
+
 def test_without_modules_it_runs(headrace: Headrace, start: Start):
     process = start("silo", "--data", "d", "--port", "0")
     address = ready(process)
