@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -458,15 +457,21 @@ async def test_a_listener_that_uses_another_database_late_commits_neither_if_the
 
 async def test_the_reason_of_the_server_is_told(postgres: UserDatabase):
     await prepare(postgres)
+    pids: list[int] = []
 
     def work(session: Session) -> None:
-        session.execute(text("SET idle_in_transaction_session_timeout = '1ms'"))
+        pids.append(session.execute(text("SELECT pg_backend_pid()")).scalar_one())
         write_and_publish(session)
-        time.sleep(0.1)
 
-    with pytest.raises(DBAPIError) as caught:
-        await commit(postgres, work)
-    assert "idle-in-transaction timeout" in str(caught.value)
+    with postgres.inspecting.begin() as locking:
+        locking.execute(text("LOCK TABLE headrace_outbox"))
+        committing = asyncio.create_task(commit(postgres, work))
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE pid = :pid AND wait_event_type = 'Lock'"
+        while not pids or not postgres.rows(waiting, pid=pids[0]):  # noqa: ASYNC110 (another process waits)
+            await asyncio.sleep(0.01)
+        postgres.rows("SELECT pg_terminate_backend(:pid)", pid=pids[0])
+        with pytest.raises(OperationalError, match="due to administrator command") as caught:
+            await committing
     assert caught.value.connection_invalidated
     await commit_once_more(postgres)
 
