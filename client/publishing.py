@@ -26,6 +26,8 @@ from .window import Publication, PublicationPiece, PublishWindow, WindowedReques
 METHOD = "PublisherService/PublishStream"
 MAX_BYTES = 32 << 20
 """Limit of the encoded bytes of publications that are not stored yet. Above it, callers wait."""
+GATHER_S = 0.01
+"""How long a small request waits for those in flight, in seconds: a silo may be far away."""
 HANG_UP_S = 1.0
 """How long closing waits for the silo to end the call, in seconds."""
 
@@ -60,16 +62,18 @@ class PublishPipeline:
         *,
         timeout_s: float,
         linger_s: float = 0.0,
+        gather_s: float = GATHER_S,
         max_bytes: int = MAX_BYTES,
         window: PublishWindow | None = None,
     ) -> None:
         """A caller waits at most `timeout_s`. `linger_s` is how long a request waits for more events while no other
-        request is in flight. With 0 it has the events published in the same turn of the loop. Callers wait while
-        `window` has `max_bytes`."""
+        request is in flight. With 0 it has the events published in the same turn of the loop. `gather_s` is how long a
+        small request waits for those in flight. Callers wait while `window` has `max_bytes`."""
         self._connection = connection
         self._provider = provider
         self._timeout_s = timeout_s
         self._linger_s = linger_s
+        self._gather_s = gather_s
         self._max_bytes = max_bytes
         self._window = PublishWindow(new_producer) if window is None else window
         self._background = BackgroundTasks()
@@ -79,6 +83,8 @@ class PublishPipeline:
         self._idle: asyncio.Future[None] | None = None
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._gathering = False
+        """Whether the sender waits for more events."""
         self._closed = False
 
     @property
@@ -122,7 +128,8 @@ class PublishPipeline:
             self._window.add(piece)
         if self._timer is None:
             self._timer = loop.call_at(publication.deadline, self._expire)
-        self._wake()
+        if not self._gathering or not self._window.is_gathering:
+            self._wake()
         try:
             await publication.done
         except asyncio.CancelledError:
@@ -175,12 +182,17 @@ class PublishPipeline:
         elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    async def _until_woken(self) -> None:
-        self._idle = asyncio.get_running_loop().create_future()
+    async def _until_woken(self, by: float | None = None) -> None:
+        """Return when woken, and at the loop's time `by`."""
+        loop = asyncio.get_running_loop()
+        self._idle = loop.create_future()
+        timer = None if by is None else loop.call_at(by, self._wake)
         try:
             await self._idle
         finally:
             self._idle = None
+            if timer is not None:
+                timer.cancel()
 
     async def _run(self) -> None:
         backoff = reconnect_backoff()
@@ -243,12 +255,17 @@ class PublishPipeline:
 
     async def _send_on(self, call: StreamCall) -> None:
         window, provider, failed_rounds, backoff = self._window, self._provider, 0, reconnect_backoff()
+        loop, gather_until = asyncio.get_running_loop(), 0.0
         while True:
             if failed_rounds != window.failed_rounds:
                 failed_rounds = window.failed_rounds
                 await asyncio.sleep(backoff.after(failed_rounds) if failed_rounds else 0)
             if self._linger_s and not window.in_flight:
                 await asyncio.sleep(self._linger_s)
+            self._gathering = window.is_gathering and loop.time() < gather_until
+            if self._gathering:
+                await self._until_woken(gather_until)
+                continue
             if (request := window.take()) is None:
                 if self._closed and window.idle:
                     await call.done_sending()
@@ -256,7 +273,7 @@ class PublishPipeline:
                 await self._until_woken()
                 continue
             await call.send(self._encoded(request, provider))
-            provider = ""
+            provider, gather_until = "", loop.time() + self._gather_s
 
     async def _receive(self, call: StreamCall) -> None:
         """Process the answers until the silo ends the call."""
@@ -294,7 +311,7 @@ class PublishPipeline:
         window, waiters = self._window, self._waiters
         if window.size >= self._max_bytes:
             return
-        mean = max(1.0, window.size / max(1, window.pieces))
+        mean = max(1.0, window.size / max(1, window.held.count))
         free = int((self._max_bytes - window.size) / mean)
         while waiters and free >= 0:
             free -= 1

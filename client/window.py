@@ -38,6 +38,8 @@ class WindowLimits(NamedTuple):
     """Most requests in flight: sent, and not answered."""
     bytes: int = 8 << 20
     """Most bytes in flight."""
+    small_bytes: int = 32 << 10
+    """A request below this size may wait for more events: see `PublishWindow.is_gathering`."""
 
 
 class Publication:
@@ -160,6 +162,7 @@ class HeldPieces:
         self.size = 0
         """Bytes of all requests and waiting pieces."""
         self.count = 0
+        """Number of these pieces."""
 
     def add(self, piece: PublicationPiece) -> None:
         piece.publication.pieces += 1
@@ -225,7 +228,8 @@ class PublishWindow:
         self.trouble: HeadraceError | None = None
         """The last retryable failure."""
         self._numbers = RequestNumbers(new_producer)
-        self._held = HeldPieces()
+        self.held = HeldPieces()
+        """What it holds."""
         # The requests, in their order: failed in this round; in flight; to be sent, or sent again.
         self._failed: list[WindowedRequest] = []
         self._in_flight: deque[WindowedRequest] = deque()
@@ -240,18 +244,22 @@ class PublishWindow:
     @property
     def size(self) -> int:
         """Bytes of all requests and waiting pieces."""
-        return self._held.size
+        return self.held.size
 
     @property
-    def pieces(self) -> int:
-        """Number of pieces in all requests, and of waiting ones."""
-        return self._held.count
+    def is_gathering(self) -> bool:
+        """Whether the next request should wait for more events: it is small, and another one is in flight.
+
+        A request costs a silo more than a small event. So if the silo is busy, it gets fewer and larger requests. This
+        is Nagle's algorithm (RFC 896), with `WindowLimits.small_bytes` for a full segment.
+        """
+        return bool(self._in_flight) and 0 < self.held.size - self._in_flight_bytes < self.limits.small_bytes
 
     # ---- in and out --------------------------------------------------------------------------------------------------
 
     def add(self, piece: PublicationPiece) -> None:
         """Append a piece to the waiting ones."""
-        self._held.add(piece)
+        self.held.add(piece)
 
     def take(self) -> WindowedRequest | None:
         """Return the next request to send, with its numbers; None if there is none now."""
@@ -273,9 +281,9 @@ class PublishWindow:
         request = self._answered()
         # The requests that it follows are stored as well, although their answers said that they failed.
         for earlier in self._failed:
-            self._held.store(earlier, [Receipt(None, duplicate=True)] * _batches(earlier))
+            self.held.store(earlier, [Receipt(None, duplicate=True)] * _batches(earlier))
         self._failed.clear()
-        self._held.store(request, receipts)
+        self.held.store(request, receipts)
         self._numbers.stored(request.number)
         self.failed_rounds = 0
         self.trouble = None
@@ -301,13 +309,13 @@ class PublishWindow:
     def fail_all(self, failure: HeadraceError) -> None:
         """Fail all publications. Call `disconnected` before."""
         self._give_up(failure)
-        self._held.fail(self._held.waiting, failure)
-        self._held.waiting.clear()
+        self.held.fail(self.held.waiting, failure)
+        self.held.waiting.clear()
 
     @property
     def idle(self) -> bool:
         """Whether there is no request, and no waiting piece."""
-        return not (self._held.waiting or self._resend or self._in_flight or self._failed)
+        return not (self.held.waiting or self._resend or self._in_flight or self._failed)
 
     @property
     def in_flight(self) -> int:
@@ -326,7 +334,7 @@ class PublishWindow:
 
     def waiting(self) -> Iterator[Publication]:
         """Publications with a piece that was not sent yet, oldest first. The first may be in `sent`, too."""
-        return (piece.publication for piece in self._held.waiting)
+        return (piece.publication for piece in self.held.waiting)
 
     # ---- the next request --------------------------------------------------------------------------------------------
 
@@ -337,9 +345,9 @@ class PublishWindow:
             self._drop_abandoned()
         while self._resend:
             request = self._resend.popleft()
-            if request.number or (request := self._held.without_abandoned(request)):
+            if request.number or (request := self.held.without_abandoned(request)):
                 return request
-        return self._held.pack(self.limits)
+        return self.held.pack(self.limits)
 
     def _before(self) -> int:
         """The number that the next request follows."""
@@ -401,13 +409,13 @@ class PublishWindow:
             # If a request that is cut turns out to be stored, no request may follow it or the later ones: its events
             # would be stored twice. Then the numbers of the silo do not match, and the callers get the error.
             request.maybe_stored &= not cut_maybe_stored
-            live = self._held.without_abandoned(request)
+            live = self.held.without_abandoned(request)
             if _is_refused(request) and (
                 live is None or len(request.pieces) == 1 or _concerns_every_publication(request)
             ):
                 assert request.failure is not None
                 self._numbers.abandoned(request)
-                self._held.fail(live.pieces if live else (), request.failure)
+                self.held.fail(live.pieces if live else (), request.failure)
             elif live is not None:  # without the abandoned pieces, the silo may accept it as it is
                 cut_maybe_stored |= request.maybe_stored and _is_refused(request)
                 again = not _is_refused(request) or len(live.pieces) < len(request.pieces)
@@ -418,7 +426,7 @@ class PublishWindow:
     def _give_up(self, failure: HeadraceError) -> None:
         for request in self._resend:
             self._numbers.abandoned(request)
-            self._held.fail(request.pieces, failure)
+            self.held.fail(request.pieces, failure)
         self._resend.clear()
 
     # ---- abandoned requests ------------------------------------------------------------------------------------------
@@ -429,7 +437,7 @@ class PublishWindow:
             request = self._resend.popleft()
             self._numbers.abandoned(request)
             for piece in request.pieces:
-                self._held.forget(piece)
+                self.held.forget(piece)
 
 
 def _batches(request: WindowedRequest) -> int:

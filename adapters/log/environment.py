@@ -86,10 +86,9 @@ class LogEnvironment:
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
         Raises DataDirectoryError if the log was deleted or replaced: everything written to it would be lost.
         """
-        self._data_file.check_current(self.path)
         with self._transaction(write=True) as txn:
             yield LogChanges(txn, self._databases, self.path)
-        # Again after the commit: a log that was deleted before it does not have the changes.
+        # After the commit: a log that was deleted before it does not have the changes.
         self._data_file.check_current(self.path)
 
     def is_current(self) -> bool:

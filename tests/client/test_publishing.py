@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from headrace.client.publishing import PublishPipeline, new_producer
 from headrace.client.window import PublishWindow, WindowedRequest
 from headrace.streams.publishing import ProducerSequence, Receipt
 from tests.cli.commandline import Headrace
+from tests.client.consumers import until
 from tests.client.silos import SiloProcess, Silos, stored
 from tests.serving import native_and_grpc, serving
 
@@ -424,6 +425,40 @@ async def test_lingering_puts_more_into_a_request(silo: SiloProcess):
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
     assert window.requests == [5]
+
+
+async def one_in_each_turn(publishing: PublishPipeline, payloads: Iterable[bytes]) -> list[asyncio.Task[Any]]:
+    tasks: list[asyncio.Task[Any]] = []
+    for payload in payloads:
+        tasks.append(asyncio.create_task(publish(publishing, payload)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_small_events_gather_while_a_request_is_in_flight(silo: SiloProcess):
+    window = CountingWindow()
+    async with pipeline(silo, window=window, gather_s=60.0) as publishing:
+        await publish(publishing, b"0")  # the connection is there
+        silo.signal(signal.SIGSTOP)
+        tasks = await one_in_each_turn(publishing, numbered(*range(1, 11)))
+        silo.signal(signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        assert window.requests == [1, 1, 9]
+    silo.stop()
+    assert (await stored(silo.data))[S] == numbered(*range(11))
+
+
+async def test_small_events_do_not_wait_long_for_a_silo_that_is_far_away(silo: SiloProcess):
+    window = CountingWindow()
+    async with pipeline(silo, window=window) as publishing:
+        await publish(publishing, b"0")
+        silo.signal(signal.SIGSTOP)
+        tasks = await one_in_each_turn(publishing, numbered(1, 2, 3))
+        await until(lambda: window.in_flight == 2)
+        silo.signal(signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        assert window.requests == [1, 1, 2]
 
 
 def test_an_unknown_place_is_before_all_others():
