@@ -449,6 +449,18 @@ async def test_small_events_gather_while_a_request_is_in_flight(silo: SiloProces
     assert (await stored(silo.data))[S] == numbered(*range(11))
 
 
+async def test_small_events_wait_until_a_request_is_no_longer_small(silo: SiloProcess):
+    window = CountingWindow()
+    async with pipeline(silo, window=window, gather_s=60.0) as publishing:
+        await publish(publishing, b"0")
+        silo.signal(signal.SIGSTOP)
+        tasks = await one_in_each_turn(publishing, [b"1", b"2", bytes(window.limits.small_bytes)])
+        await until(lambda: window.in_flight == 2)
+        silo.signal(signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        assert window.requests == [1, 1, 2]
+
+
 async def test_small_events_do_not_wait_long_for_a_silo_that_is_far_away(silo: SiloProcess):
     window = CountingWindow()
     async with pipeline(silo, window=window) as publishing:
