@@ -108,11 +108,7 @@ class HeldAccount:
     def acknowledge(self, events: int, size: int) -> None:
         """Note that a batch of so many events and bytes is acknowledged, and not held any more."""
         self._acknowledged += events
-        self._events = held = self._events - events
-        self._bytes = held_bytes = self._bytes - size
-        self.is_congested = (
-            held + self._credit_events < self._few_events or held_bytes + self._credit_bytes < self._few_bytes
-        )
+        self.remove(events, size)
 
     # ---- credit ----------------------------------------------------------------------------------------------------
 

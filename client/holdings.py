@@ -216,10 +216,6 @@ class ConsumerHoldings:
 
     def take(self) -> ReceivedBatch | None:
         """Return the next batch, which the user now has; None if none waits."""
-        if self._waiting and self._waiting[0].state == QUEUED:
-            batch = self._waiting.popleft()
-            batch.state = TAKEN
-            return batch
         batch = self.next_waiting()
         if batch is not None:
             batch.state = TAKEN

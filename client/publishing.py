@@ -27,7 +27,8 @@ METHOD = "PublisherService/PublishStream"
 MAX_BYTES = 32 << 20
 """Limit of the encoded bytes of publications that are not stored yet. Above it, callers wait."""
 GATHER_S = 0.01
-"""How long a small request waits for those in flight, in seconds: a silo may be far away."""
+"""Longest time that a small request waits after the last one was sent, in seconds. The limit is for silos that are far
+away."""
 HANG_UP_S = 1.0
 """How long closing waits for the silo to end the call, in seconds."""
 
@@ -67,8 +68,9 @@ class PublishPipeline:
         window: PublishWindow | None = None,
     ) -> None:
         """A caller waits at most `timeout_s`. `linger_s` is how long a request waits for more events while no other
-        request is in flight. With 0 it has the events published in the same turn of the loop. `gather_s` is how long a
-        small request waits for those in flight. Callers wait while `window` has `max_bytes`."""
+        request is in flight. With 0 it has the events published in the same turn of the loop. `gather_s` is the
+        longest time that a small request waits for the answers to those in flight. Callers wait while `window` holds
+        `max_bytes` or more."""
         self._connection = connection
         self._provider = provider
         self._timeout_s = timeout_s
@@ -84,13 +86,13 @@ class PublishPipeline:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._gathering = False
-        """Whether the sender waits for more events."""
+        """Whether the sender lets small events collect: `publish` need not wake it then."""
         self._closed = False
 
     @property
     def full(self) -> bool:
         """Whether `max_bytes` is reached, so that a caller must wait with `wait_for_space`."""
-        return self._window.size >= self._max_bytes or bool(self._waiters)
+        return self._window.held.size >= self._max_bytes or bool(self._waiters)
 
     async def wait_for_space(self) -> float:
         """Return when the caller may publish, in the order of the calls. Raises Unavailable after the time limit.
@@ -128,7 +130,7 @@ class PublishPipeline:
             self._window.add(piece)
         if self._timer is None:
             self._timer = loop.call_at(publication.deadline, self._expire)
-        if not self._gathering or not self._window.is_gathering:
+        if not (self._gathering and self._window.should_gather):
             self._wake()
         try:
             await publication.done
@@ -183,7 +185,7 @@ class PublishPipeline:
             self._idle.set_result(None)
 
     async def _until_woken(self, by: float | None = None) -> None:
-        """Return when woken, and at the loop's time `by`."""
+        """Return when woken, at the latest at `by`, in the loop's time."""
         loop = asyncio.get_running_loop()
         self._idle = loop.create_future()
         timer = None if by is None else loop.call_at(by, self._wake)
@@ -262,7 +264,7 @@ class PublishPipeline:
                 await asyncio.sleep(backoff.after(failed_rounds) if failed_rounds else 0)
             if self._linger_s and not window.in_flight:
                 await asyncio.sleep(self._linger_s)
-            self._gathering = window.is_gathering and loop.time() < gather_until
+            self._gathering = window.should_gather and loop.time() < gather_until
             if self._gathering:
                 await self._until_woken(gather_until)
                 continue
@@ -309,10 +311,10 @@ class PublishPipeline:
     def _admit(self) -> None:
         """Admit as many waiting callers as there is space for, judged by the mean size of the pieces in the window."""
         window, waiters = self._window, self._waiters
-        if window.size >= self._max_bytes:
+        if window.held.size >= self._max_bytes:
             return
-        mean = max(1.0, window.size / max(1, window.held.count))
-        free = int((self._max_bytes - window.size) / mean)
+        mean = max(1.0, window.held.size / max(1, window.held.count))
+        free = int((self._max_bytes - window.held.size) / mean)
         while waiters and free >= 0:
             free -= 1
             space = waiters.popleft()

@@ -14,7 +14,7 @@ from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.frames import DeliveredBatch
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.transactions import EffectScope, ProviderOrigin
+from ..streams.transactions import EffectScope
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..effects.effects import Effects
     from ..effects.transaction import Transaction
     from ..streams.spans import HandlingSpan
+    from .held_account import HeldAccount
 
 FRAME_BYTES = 32
 """Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
@@ -34,22 +35,12 @@ QUEUED, TAKEN, OVER = 0, 1, 2
 read several times for each batch."""
 
 
-class CongestedAccount(Protocol):
-    """Knows whether so many acknowledgements wait to be sent that the caller should let the loop turn."""
-
-    @property
-    def is_congested(self) -> bool: ...
-
-    @property
-    def origin(self) -> ProviderOrigin | None: ...
-
-
 class BatchHolder(Protocol):
     """Receives the acknowledgements and rejections of a batch. `first` and `last` (exclusive) are places among its
     events."""
 
     @property
-    def account(self) -> CongestedAccount: ...
+    def account(self) -> HeldAccount: ...
 
     @property
     def lines(self) -> Mapping[StreamId, Sequence[ReceivedBatch]]:

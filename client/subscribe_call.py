@@ -64,11 +64,6 @@ class SubscribeCall:
         """A bug of the user ended the sending."""
         self._timer = self._loop.call_later(OPEN_S, self._give_up)
 
-    @property
-    def address(self) -> str:
-        """Address of the silo that it goes to."""
-        return self._call.address
-
     def wake(self) -> None:
         """The user has something to send."""
         self._output_ready.set()

@@ -29,9 +29,6 @@ class UnconfirmedAcknowledgements:
         """Numbers of reports, and the acknowledgements that they name."""
         self._named_count = 0
 
-    def __bool__(self) -> bool:
-        return self._count > 0
-
     def __len__(self) -> int:
         return self._count
 

@@ -39,7 +39,7 @@ class WindowLimits(NamedTuple):
     bytes: int = 8 << 20
     """Most bytes in flight."""
     small_bytes: int = 32 << 10
-    """A request below this size may wait for more events: see `PublishWindow.is_gathering`."""
+    """Smaller requests wait for more events while another one is in flight: see `PublishWindow.should_gather`."""
 
 
 class Publication:
@@ -162,7 +162,7 @@ class HeldPieces:
         self.size = 0
         """Bytes of all requests and waiting pieces."""
         self.count = 0
-        """Number of these pieces."""
+        """Number of pieces in all requests, and of waiting pieces."""
 
     def add(self, piece: PublicationPiece) -> None:
         piece.publication.pieces += 1
@@ -229,7 +229,7 @@ class PublishWindow:
         """The last retryable failure."""
         self._numbers = RequestNumbers(new_producer)
         self.held = HeldPieces()
-        """What it holds."""
+        """The waiting pieces, and the size and number of all pieces. Only the window changes it."""
         # The requests, in their order: failed in this round; in flight; to be sent, or sent again.
         self._failed: list[WindowedRequest] = []
         self._in_flight: deque[WindowedRequest] = deque()
@@ -242,18 +242,14 @@ class PublishWindow:
         return self._numbers.producer
 
     @property
-    def size(self) -> int:
-        """Bytes of all requests and waiting pieces."""
-        return self.held.size
+    def should_gather(self) -> bool:
+        """Whether the next request should wait for more events: it is new and small, and another one is in flight.
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the next request should wait for more events: it is small, and another one is in flight.
-
-        A request costs a silo more than a small event. So if the silo is busy, it gets fewer and larger requests. This
-        is Nagle's algorithm (RFC 896), with `WindowLimits.small_bytes` for a full segment.
+        For a silo, a request costs more than a small event. While the silo is busy, events collect, and it gets fewer
+        and larger requests. This is Nagle's algorithm (RFC 896), with `WindowLimits.small_bytes` for a full segment.
         """
-        return bool(self._in_flight) and 0 < self.held.size - self._in_flight_bytes < self.limits.small_bytes
+        unsent = self.held.size - self._in_flight_bytes
+        return 0 < unsent < self.limits.small_bytes and bool(self._in_flight) and not self._resend
 
     # ---- in and out --------------------------------------------------------------------------------------------------
 

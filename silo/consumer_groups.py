@@ -302,7 +302,7 @@ class ConsumerGroups:
 
     async def _check_group(self, name: str, group: Group) -> None:
         group.tick()
-        if not group.members and self._idle_s(group) > KEEP_S:
+        if not group.members and asyncio.get_running_loop().time() - group.empty_since > KEEP_S:
             await self._end_if_empty(name, group)
 
     async def _end_deleted(self) -> None:
@@ -324,9 +324,6 @@ class ConsumerGroups:
         async with self._locked(name):
             if self._provider.service_of(name) is group:
                 await self._end(name, group, error)
-
-    def _idle_s(self, group: Group) -> float:
-        return asyncio.get_running_loop().time() - group.empty_since
 
     async def _end_if_empty(self, name: str, group: Group) -> None:
         async with self._locked(name):

@@ -82,9 +82,11 @@ class _SiloCalls(SessionCalls):
 class ClusterGateways:
     """All consumers for which this silo is the gateway. Their waiting bytes count in `budget`."""
 
-    def __init__(self, silos: GatewaySilos, budget: SendBudget) -> None:
+    def __init__(self, silos: GatewaySilos, budget: SendBudget, drain_s: float) -> None:
+        """A session waits for at most `drain_s` seconds for events in flight when this silo drains."""
         self._silos = silos
         self._budget = budget
+        self._drain_s = drain_s
         self._calls = _SiloCalls(silos)
         self._sessions: dict[ConsumerKey, GatewaySession] = {}
         """The last session of each consumer."""
@@ -101,7 +103,7 @@ class ClusterGateways:
         opening = session_open(
             target, positions, concurrent=request.open.concurrent, started_us=request.open.started_us
         )
-        session = GatewaySession(call, target, opening, self._calls, account)
+        session = GatewaySession(call, target, opening, self._calls, account, drain_s=self._drain_s)
         key = target.key
         former = self._sessions.get(key)
         if former is not None and 0 < opening.started_us < former.started_us:
@@ -169,7 +171,14 @@ class GatewaySession(LinkUser):
     """One `Subscribe` call of a consumer. `opening` is how the sessions with owners begin."""
 
     def __init__(
-        self, call: ServiceCall, target: ConsumerTarget, opening: pb.Open, calls: SessionCalls, account: SendAccount
+        self,
+        call: ServiceCall,
+        target: ConsumerTarget,
+        opening: pb.Open,
+        calls: SessionCalls,
+        account: SendAccount,
+        *,
+        drain_s: float,
     ) -> None:
         self.started_us = opening.started_us
         self._call = call
@@ -178,6 +187,7 @@ class GatewaySession(LinkUser):
         self._positions = {position.queue: position.token for position in opening.positions}
         """The positions of a client that keeps them, by queue."""
         self._account = account
+        self._drain_s = drain_s
         self._router = Router(self, calls, stays_direct=True)
         self._loop = asyncio.get_running_loop()
         self._is_opened = False
@@ -329,7 +339,9 @@ class GatewaySession(LinkUser):
                 self._positions[saved.queue] = saved.position.token
         if response.saved or response.refused or response.gaps:
             self._add(pb.SubscribeResponse(saved=response.saved, refused=response.refused, gaps=response.gaps))
-        if response.HasField("progress"):
+        # While this silo stops, owners answer each `take_back` with their progress. The consumer does not need it, and
+        # `_drain` waits until nothing is left to write.
+        if response.HasField("progress") and not self._stopping:
             progress = self._router.progress()
             if progress.needed_bytes or progress.caught_up != self._was_caught_up:
                 self._was_caught_up = progress.caught_up
@@ -376,7 +388,7 @@ class GatewaySession(LinkUser):
 
     async def _write_next(self) -> None:
         """Write the next response, with the batches that follow it."""
-        first, size, batch_bytes = self._outbox.popleft(), 0, 0
+        first, batch_bytes = self._outbox.popleft(), 0
         message = first if isinstance(first, bytes) else first.SerializeToString()
         if isinstance(first, bytes):
             batch_bytes = len(first)
@@ -405,9 +417,13 @@ class GatewaySession(LinkUser):
         self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
 
     async def _drain(self, routing: asyncio.Task[None]) -> None:
-        """When this silo stops, deliver nothing more, wait for the events in flight, and end all sessions in order."""
+        """When this silo stops, deliver nothing more, wait for the events in flight, and end all sessions in order.
+
+        If that takes too long, end the call, as if it were lost: the silos wait for the consumer until its session
+        timeout is over."""
         await self._call.closing.wait()
         self._stopping = True
+        until = self._loop.time() + self._drain_s
         self._add(pb.SubscribeResponse(closing=pb.Closing(reason=STOPS)))
         drained: set[tuple[int, int]] = set()
         """Queues with their epochs that the consumer knows to be draining."""
@@ -416,8 +432,15 @@ class GatewaySession(LinkUser):
             for link in self._router.links:
                 if not link.is_reclaiming:  # otherwise batches may be on the way
                     self._drain_queues(link, drained)
-            if not (self._outbox or self._router.progress().in_flight_events):
+            in_flight = self._router.progress().in_flight_events
+            if not (self._outbox or in_flight):
                 break
+            if self._loop.time() >= until:
+                text = (
+                    "consumer %r has %d events in flight after %g s: its call ends, so that it connects to another silo"
+                )
+                log.warning(text, self._opening.consumer, in_flight, self._drain_s)
+                return
             await asyncio.sleep(DRAIN_CHECK_S)
         self._router.close()
         await asyncio.wait([routing])

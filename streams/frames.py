@@ -27,8 +27,6 @@ BATCH_TAG = b"\x0a"
 """First byte of a frame."""
 _SIZES, _PAYLOAD = 0x1A, 0x7A
 _KNOWN_STREAMS = 65536
-
-
 _STATUS = b"\x1a"
 
 

@@ -18,7 +18,7 @@ from ..group_commit import Growth, Outcome, groups
 from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
-from .group import CommitGroup, CommitRequest, KnownRows
+from .group import CommitGroup, CommitRequest
 from .limits import LogLimits
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ class LogCommitter:
         self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._unsynced = False
         self._encoder = BlockEncoder()
-        self._known = KnownRows()
         self.commits = Histogram()
         """How long commits took, with fsync."""
         self.syncs = Histogram()
@@ -110,14 +109,14 @@ class LogCommitter:
             outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
         self._unsynced = True
         self._tell_loop(self._answer, calls, outcomes, grown)
-        self._notify(grown)
+        self._ring(grown)  # after the publishers: it takes system calls
 
     def _tell_loop(self, function: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
         """Call a function on the loop. If the loop was closed without `aclose`, no caller waits."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _notify(self, grown: Iterable[int]) -> None:
+    def _ring(self, grown: Iterable[int]) -> None:
         """Wake up the receivers of other handles. If that fails, they still poll each second, so only log the error."""
         try:
             self._on_commit(grown)
@@ -133,13 +132,10 @@ class LogCommitter:
 
     def _store_once(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], Growth]:
         with self._environment.writing() as changes:
-            transaction = changes.transaction
-            self._known.begin(transaction)
-            group = CommitGroup(changes, self._encoder, time.time_ns() // 1000, self._known)
+            group = CommitGroup(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]
             grown = group.write()
             written = time.monotonic()
-        self._known.committed(transaction, changed=bool(grown))
         self.commits.observe(time.monotonic() - written)
         return outcomes, grown
 

@@ -86,9 +86,10 @@ class LogEnvironment:
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
         Raises DataDirectoryError if the log was deleted or replaced: everything written to it would be lost.
         """
+        self._data_file.check_current(self.path)
         with self._transaction(write=True) as txn:
             yield LogChanges(txn, self._databases, self.path)
-        # After the commit: a log that was deleted before it does not have the changes.
+        # Again after the commit: a log that was deleted before it does not have the changes.
         self._data_file.check_current(self.path)
 
     def is_current(self) -> bool:
@@ -117,8 +118,9 @@ class LogEnvironment:
 
     def reopen(self) -> None:
         """Close and open again, as LMDB requires after it failed to write its meta page. Waits until no transaction is
-        open."""
+        open. Raises DataDirectoryError if the log was deleted or replaced."""
         with self._gate.exclusive(), _translated(self):
+            self._data_file.check_current(self.path)
             self._lmdb.close()
             self._lmdb, self._databases = self._open()
 

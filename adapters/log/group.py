@@ -18,9 +18,6 @@ from .transactions import LogChanges
 MAX_PRODUCER_BYTES = 511
 """Limit of a producer's id, in UTF-8 bytes: LMDB's limit of a key."""
 
-MAX_KNOWN_PRODUCERS = 100
-"""The last calls of more producers are not kept in memory."""
-
 
 class CommitRequest:
     """A call of `enqueue` that waits for a commit, and the future that its caller awaits."""
@@ -42,39 +39,13 @@ class CommitRequest:
         self.producer = _producer_key(check_sequence(sequence)) if sequence else b""
 
 
-class KnownRows:
-    """The rows that one committer has read and written, for as long as no other transaction changes the log.
-
-    LMDB numbers the transactions that change something, of all processes. So if a transaction follows one of this
-    committer, the rows of that one still hold. A row that is not read saves a change of the interpreter's lock.
-    """
-
-    def __init__(self) -> None:
-        self.tails: dict[int, TailRow] = {}
-        self.producers: dict[bytes, LastCall] = {}
-        self._valid_in = 0
-        """The number of the transaction in which they hold; 0 for none."""
-
-    def begin(self, transaction: int) -> None:
-        """Forget the rows if they may not hold in the transaction of this number, which begins."""
-        if transaction != self._valid_in or len(self.producers) > MAX_KNOWN_PRODUCERS:
-            self.tails.clear()
-            self.producers.clear()
-        self._valid_in = 0
-
-    def committed(self, transaction: int, *, changed: bool) -> None:
-        """The transaction is committed. One that has not changed anything leaves its number to another one."""
-        self._valid_in = transaction + 1 if changed else 0
-
-
 class CommitGroup:
     """Collects the batches of calls, then writes them: `add` each call, then `write`."""
 
-    def __init__(self, changes: LogChanges, encoder: BlockEncoder, now_us: int, known: KnownRows) -> None:
+    def __init__(self, changes: LogChanges, encoder: BlockEncoder, now_us: int) -> None:
         self._changes = changes
         self._encoder = encoder
         self._now_us = now_us
-        self._known = known
         self._queues: dict[int, _QueueGrowth] = {}
         self._producers: dict[bytes, LastCall] = {}
         """The last calls of producers that have stored something in this group."""
@@ -94,8 +65,7 @@ class CommitGroup:
     def write(self) -> Mapping[int, StoredBatches]:
         """Write all batches and producers. Return the new batches of each queue that has grown."""
         for queue, growth in self._queues.items():
-            self._known.tails[queue] = growth.write(self._changes, self._encoder, queue, self._now_us)
-        self._known.producers.update(self._producers)
+            growth.write(self._changes, self._encoder, queue, self._now_us)
         for producer, (number, offsets) in self._producers.items():
             kept = [each for each in offsets if each is not None] if len(offsets) <= MAX_STORED_OFFSETS else []
             self._changes.put_producer(producer, ProducerRow(number, self._now_us, kept))
@@ -104,17 +74,8 @@ class CommitGroup:
     def _last(self, producer: bytes) -> LastCall:
         if producer in self._producers:
             return self._producers[producer]
-        known = self._known.producers.get(producer)
-        if known is None:
-            row = self._changes.producer(producer)
-            known = self._known.producers[producer] = LastCall() if row is None else LastCall(row.number, row.offsets)
-        return known
-
-    def _tail(self, queue: int) -> TailRow:
-        known = self._known.tails.get(queue)
-        if known is None:
-            known = self._known.tails[queue] = self._changes.tail(queue)
-        return known
+        row = self._changes.producer(producer)
+        return LastCall() if row is None else LastCall(row.number, row.offsets)
 
     def _place(self, batches: Sequence[tuple[int, EventBatch]]) -> list[Receipt]:
         queues = self._queues
@@ -122,7 +83,7 @@ class CommitGroup:
         for queue, batch in batches:
             growth = queues.get(queue)
             if growth is None:
-                growth = queues[queue] = _QueueGrowth(self._tail(queue))
+                growth = queues[queue] = _QueueGrowth(self._changes.tail(queue))
             offsets.append(growth.next)
             growth.next += 1
             growth.batches.append(batch)
@@ -139,8 +100,7 @@ class _QueueGrowth:
         self.next = tail.next
         self.batches: list[EventBatch] = []
 
-    def write(self, changes: LogChanges, encoder: BlockEncoder, queue: int, now_us: int) -> TailRow:
-        """Write them, and the new tail, which is returned."""
+    def write(self, changes: LogChanges, encoder: BlockEncoder, queue: int, now_us: int) -> None:
         time_us = max(now_us, self.tail.time_us)
         offset, nbytes = self.tail.next, self.tail.nbytes
         for batches in split(self.batches):
@@ -149,9 +109,7 @@ class _QueueGrowth:
                 nbytes += len(record)
             offset += len(batches)
         events = self.tail.events + sum(batch.count for batch in self.batches)
-        tail = self.tail._replace(next=offset, events=events, nbytes=nbytes, time_us=time_us)
-        changes.put_tail(queue, tail)
-        return tail
+        changes.put_tail(queue, self.tail._replace(next=offset, events=events, nbytes=nbytes, time_us=time_us))
 
 
 def _producer_key(sequence: ProducerSequence) -> bytes:

@@ -168,11 +168,6 @@ class LogSnapshot:
 class LogChanges(LogSnapshot):
     """Reads and writes the databases."""
 
-    @property
-    def transaction(self) -> int:
-        """LMDB's number of the transaction: one above that of the last one, of any process, that changed something."""
-        return self._txn.id()
-
     def put_tail(self, queue: int, tail: TailRow) -> None:
         self._txn.put(queue_key(queue), tail.pack(), db=self._databases.state)
 

@@ -14,7 +14,7 @@ redrive is requested.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ...streams.errors import InvalidArgument
@@ -107,9 +107,8 @@ class MemberReports:
     def note_applied(self, number: int) -> None:
         self._applied = max(self._applied, number)
 
-    def ask(self, questions: Iterable[DoneQuestion]) -> None:
+    def ask(self, questions: Sequence[DoneQuestion]) -> None:
         """Keep questions until the answer is yes. Raise InvalidArgument if there are too many; keep none then."""
-        questions = list(questions)
         if len(self._answered) + len(self._questions) + len(questions) > MAX_QUESTIONS:
             raise InvalidArgument(
                 f"more than {MAX_QUESTIONS:,} events of one queue are unconfirmed: name consecutive events together"

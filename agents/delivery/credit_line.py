@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .assignment import QueueAssignment
 from .member import Member
+from .waiters import Waiters
 
 if TYPE_CHECKING:
     from .group_delivery import GroupDelivery
@@ -37,7 +38,8 @@ class CreditLine:
         self._line: deque[Member] = deque()
         self._unserved: set[int] = set()
         """Queues whose events no member could take: their deliveries wait to be woken."""
-        self._waiters: list[asyncio.Future[None]] = []
+        self.waiters = Waiters()
+        """Tasks that wait until other members may be able to take events, or a delivery stops."""
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
@@ -49,7 +51,7 @@ class CreditLine:
         """A member may be able to take events now: if so, put it into the line."""
         if not member.open or member.resending:
             return
-        self.notify_waiters()
+        self.waiters.notify()
         if member.listed:
             return
         member.listed = True
@@ -118,20 +120,6 @@ class CreditLine:
     def _owner(self, queue: int) -> Member | None:
         assert self._assignment is not None
         return self._members.get(self._assignment.owner(queue))
-
-    async def wait_for_member(self) -> None:
-        """Wait until other members may be able to take events, or a delivery stops."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.append(future)
-        await future
-
-    def notify_waiters(self) -> None:
-        """Wake the tasks that wait for a member."""
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for future in waiters:
-                if not future.done():
-                    future.set_result(None)
 
     # ---- credit is missing -----------------------------------------------------------------------------------------
 

@@ -21,8 +21,6 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-QUOTA_S = 0.005
-"""How long a turn may take further items, in seconds. It takes at least one, and finishes its last one."""
 TURN_COST_S = 1e-6
 """The least cost of a turn, in seconds: its scheduling. Turns too short for the clock are not free."""
 

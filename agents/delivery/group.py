@@ -143,7 +143,7 @@ class Group(GroupQueues):
             return
         for queue in queues:
             self.deliveries[queue].wake()
-        self.line.notify_waiters()
+        self.line.waiters.notify()
         assigned = self._assignment.queues()
         for member in self.members.values():
             before, member.queues = member.queues, tuple(assigned.get(member.id, ()))
@@ -227,7 +227,7 @@ class Group(GroupQueues):
         self.disconnect(member)
         member.on_gone = on_gone
         _take_back(member.parcels())
-        self.line.notify_waiters()  # dead letters that it held may go to others
+        self.line.waiters.notify()  # dead letters that it held may go to others
         if not self.members:
             self.empty_since = self._loop.time()
 

@@ -70,7 +70,7 @@ class GroupDelivery(Delivery):
     async def wait_until_accepting(self) -> None:
         while not self.is_accepting:
             self.group.line.ask_for_credit(self.queue)
-            await self.group.line.wait_for_member()
+            await self.group.line.waiters.wait()
 
     # ---- parcels are handed out ------------------------------------------------------------------------------------
 

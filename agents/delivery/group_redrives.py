@@ -50,7 +50,7 @@ class GroupRedrives:
             self._redriving.discard(outcome)
             del member.redriven[key]
             self._line.add(member)
-            self._line.notify_waiters()
+            self._line.waiters.notify()
 
     async def _next_member(self, key: tuple[int, int, int], size: int, holder: Member | None) -> Member:
         """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken. `holder`
@@ -68,13 +68,13 @@ class GroupRedrives:
                     self._line.need(member, size)
                 elif member.account.fits(size):
                     return member
-            await self._line.wait_for_member()
+            await self._line.waiters.wait()
         raise Closed(f"subscription {self._name!r} stopped before dead letters were delivered once more")
 
     def halt(self) -> None:
         """Deliver no more."""
         self._closed = True
-        self._line.notify_waiters()
+        self._line.waiters.notify()
 
     def close(self) -> None:
         """Give up the dead letters that members hold."""

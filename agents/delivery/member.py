@@ -225,17 +225,14 @@ class Member:
             frame = outbox.popleft()
             frames.append(frame)
             size += len(frame)
-        self._collected(len(frames), size)
+        self.outbox_bytes -= size
+        self.sending_bytes += size
+        self._sending += len(frames)
         return frames if has_batch or outbox else frames + self._take_statuses()
 
     def _take_statuses(self) -> list[bytes]:
         statuses, self.statuses = self.statuses, []
         return [frame for _, _, frame in statuses]
-
-    def _collected(self, frames: int, size: int) -> None:
-        self.outbox_bytes -= size
-        self.sending_bytes += size
-        self._sending += frames
 
     def sent(self) -> None:
         """The frames that were collected are sent: free their bytes."""

@@ -158,8 +158,7 @@ class OfferedStreams(StreamCursors):
             entry.bucket.pins += 1
         if before is not None:
             before.bucket.unpin()
-        if self.on_change is not None:  # the position has moved
-            self.note_change()
+        self.note_change()  # the position has moved
 
     def _look_on(self) -> None:
         feed = self.feed

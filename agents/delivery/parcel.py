@@ -84,7 +84,7 @@ class Parcel:
         """Return the index of the piece with the batch at `offset`."""
         if self.pieces[self.head].offset == offset:
             return self.head
-        return bisect_left(self.pieces, offset, key=_offset_of)
+        return bisect_left(self.pieces, offset, key=lambda piece: piece.offset)
 
     def left(self, at: int) -> list[int]:
         """Return the indexes of the events of a piece that are not done."""
@@ -120,7 +120,3 @@ def first_left(cursor: StreamCursor, batch: EventBatch, most: int) -> tuple[Sequ
 
 def _without_payload(batch: EventBatch) -> EventBatch:
     return EventBatch(batch.stream, b"", batch.count, batch.offset)
-
-
-def _offset_of(piece: Piece) -> int:
-    return piece.batch.offset

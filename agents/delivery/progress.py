@@ -92,8 +92,7 @@ class DeliveryProgress(OfferedStreams):
 
     def read_on(self, feed: BatchSource) -> None:
         """`feed` has read further. Forget the parked streams that have nothing left to deliver."""
-        if self.on_change is not None:  # the position has moved
-            self.note_change()
+        self.note_change()  # the position has moved
         if feed is self.feed and feed.cache.next_offset >= self.base:
             self._forget_passed(feed)
         if feed is not self.feed or feed.cache.next_offset <= self.base:

@@ -1,4 +1,4 @@
-"""Tasks that wait for the progress of a delivery."""
+"""Tasks that wait for a change: of members, or of the progress of a delivery."""
 
 from __future__ import annotations
 
@@ -8,15 +8,36 @@ from ...streams.errors import Closed
 from .progress import DeliveryProgress
 
 
-class ProgressWaiters:
-    """Wakes tasks whenever a delivery makes progress."""
+class Waiters:
+    """Tasks that wait for the next call of `notify`."""
+
+    def __init__(self) -> None:
+        self._futures: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Return at the next `notify`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        await future
+
+    def notify(self) -> None:
+        """Wake all waiting tasks."""
+        if self._futures:
+            futures, self._futures = self._futures, []
+            for future in futures:
+                if not future.done():
+                    future.set_result(None)
+
+
+class ProgressWaiters(Waiters):
+    """Tasks that wait for the progress of one delivery."""
 
     def __init__(self, progress: DeliveryProgress, name: str, queue: int) -> None:
+        super().__init__()
         self._progress = progress
         self._name = name
         self._queue = queue
         self._closed = False
-        self._futures: list[asyncio.Future[None]] = []
 
     async def wait_until(self, offset: int) -> None:
         """Return when every event below `offset` is done. Paused streams do not count.
@@ -32,20 +53,6 @@ class ProgressWaiters:
                     f"subscription {self._name!r} stopped before it came to offset {offset} of queue {self._queue}"
                 )
             await self.wait()
-
-    async def wait(self) -> None:
-        """Return at the next `notify`."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
-        await future
-
-    def notify(self) -> None:
-        """Wake all waiting tasks: the delivery may have made progress."""
-        if self._futures:
-            futures, self._futures = self._futures, []
-            for future in futures:
-                if not future.done():
-                    future.set_result(None)
 
     def close(self) -> None:
         """Wake all waiting tasks for the last time: the delivery stops."""

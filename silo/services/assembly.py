@@ -29,7 +29,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[CallGuard], Sequ
     budget = SendBudget()
     async with AsyncExitStack() as stack:
         clustered_silo = silo.clustered_silo
-        gateways = None if clustered_silo is None else ClusterGateways(clustered_silo, budget)
+        gateways = None if clustered_silo is None else ClusterGateways(clustered_silo, budget, silo.config.drain_s)
         consumers = {
             name: await stack.enter_async_context(_consumers(provider, timeout_s, Edge(budget=budget), gateways))
             for name, provider in silo.providers.items()

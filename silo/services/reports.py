@@ -48,7 +48,7 @@ async def apply(place: AttachedConsumer, reports: Sequence[pb.QueueReport]) -> l
             if is_current(report):
                 refused += apply_to_group(place, report, entries)
             else:
-                refused += _refuse(place, report, entries)
+                refused += _refuse(report, entries)
             count += len(entries)
             if count >= CHUNK:
                 count = 0
@@ -97,7 +97,7 @@ def _chunks(report: pb.QueueReport) -> Iterator[tuple[_Apply, _Entries]]:
             yield apply_to_group, entries[first : first + CHUNK]
 
 
-def _refuse(_: AttachedConsumer, report: pb.QueueReport, entries: _Entries) -> list[pb.Refusal]:
+def _refuse(report: pb.QueueReport, entries: _Entries) -> list[pb.Refusal]:
     return [_refusal(report, each) for each in entries if isinstance(each, (pb.Acknowledgement, pb.Rejection))]
 
 

@@ -340,11 +340,11 @@ async def test_a_silo_that_does_not_keep_up_holds_back_the_publishers(silo: Silo
         tasks = [asyncio.create_task(publish(publishing, bytes(100_000))) for _ in range(400)]
         for _ in range(20):
             await asyncio.sleep(0)
-        held = window.size
+        held = window.held.size
         assert 4 << 20 <= held <= 5 << 20
         for _ in range(50):
             await asyncio.sleep(0)
-        assert window.size == held
+        assert window.held.size == held
         silo.signal(signal.SIGCONT)
         await asyncio.gather(*tasks)
     silo.stop()
@@ -429,7 +429,7 @@ async def test_lingering_puts_more_into_a_request(silo: SiloProcess):
 
 async def one_in_each_turn(publishing: PublishPipeline, payloads: Iterable[bytes]) -> list[asyncio.Task[Any]]:
     tasks: list[asyncio.Task[Any]] = []
-    for payload in payloads:
+    for payload in payloads:  # in the first turn the task publishes, in the next one the sender sends
         tasks.append(asyncio.create_task(publish(publishing, payload)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -439,7 +439,7 @@ async def one_in_each_turn(publishing: PublishPipeline, payloads: Iterable[bytes
 async def test_small_events_gather_while_a_request_is_in_flight(silo: SiloProcess):
     window = CountingWindow()
     async with pipeline(silo, window=window, gather_s=60.0) as publishing:
-        await publish(publishing, b"0")  # the connection is there
+        await publish(publishing, b"0")  # connects
         silo.signal(signal.SIGSTOP)
         tasks = await one_in_each_turn(publishing, numbered(*range(1, 11)))
         silo.signal(signal.SIGCONT)
@@ -463,7 +463,7 @@ async def test_small_events_wait_until_a_request_is_no_longer_small(silo: SiloPr
 
 async def test_small_events_do_not_wait_long_for_a_silo_that_is_far_away(silo: SiloProcess):
     window = CountingWindow()
-    async with pipeline(silo, window=window) as publishing:
+    async with pipeline(silo, window=window, gather_s=0.5) as publishing:
         await publish(publishing, b"0")
         silo.signal(signal.SIGSTOP)
         tasks = await one_in_each_turn(publishing, numbered(1, 2, 3))

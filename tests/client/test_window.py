@@ -148,21 +148,35 @@ def test_no_more_is_under_way_than_the_limits_say():
 def test_only_a_small_request_waits_for_those_in_flight():
     line = Line(SMALL._replace(small_bytes=8))
     line.publish("a")
-    assert not line.window.is_gathering  # nothing is in flight
+    assert not line.window.should_gather  # nothing is in flight
     line.send()
-    assert not line.window.is_gathering  # nothing waits
+    assert not line.window.should_gather  # nothing waits
     line.publish("b")
-    assert line.window.is_gathering
+    assert line.window.should_gather
     line.publish("c")
-    assert not line.window.is_gathering
+    assert not line.window.should_gather
     line.send()
     line.publish("d")
     line.process()
     line.receive()
-    assert line.window.is_gathering
+    assert line.window.should_gather
     line.process()
     line.receive()
-    assert not line.window.is_gathering
+    assert not line.window.should_gather
+
+
+def test_requests_that_are_sent_again_do_not_wait_for_each_other():
+    line = Line(SMALL._replace(small_bytes=8))
+    for text in ("a", "b", "c"):
+        line.publish(text)
+        line.send()
+    line.disconnect()
+    assert line.send()
+    assert not line.window.should_gather
+    assert line.send()
+    assert line.send()
+    line.publish("d")
+    assert line.window.should_gather
 
 
 def test_a_batch_above_the_limit_of_a_request_travels_alone():
@@ -296,7 +310,7 @@ def test_everything_is_given_up_at_once():
     line.window.fail_all(Unavailable("gone"))
     assert all(isinstance(one.error, Unavailable) for one in publications)
     assert line.window.idle
-    assert (line.window.size, line.window.held.count) == (0, 0)
+    assert (line.window.held.size, line.window.held.count) == (0, 0)
 
 
 def test_a_publication_that_is_refused_with_all_its_pieces_leaves_no_bytes_behind():
@@ -307,7 +321,7 @@ def test_a_publication_that_is_refused_with_all_its_pieces_leaves_no_bytes_behin
     line.receive()
     assert isinstance(refused.error, NotFound)
     assert line.window.idle
-    assert (line.window.size, line.window.held.count) == (0, 0)
+    assert (line.window.held.size, line.window.held.count) == (0, 0)
 
 
 class Published(NamedTuple):
@@ -404,7 +418,7 @@ class WindowMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.line.settle()
         assert self.line.window.idle
-        assert (self.line.window.size, self.line.window.held.count) == (0, 0)
+        assert (self.line.window.held.size, self.line.window.held.count) == (0, 0)
         assert all(one.publication.over for one in self.published)
 
     @invariant()

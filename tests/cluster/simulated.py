@@ -308,7 +308,7 @@ class Silo:
         edge = WatchedEdge(self)
         async with ConsumerGroups.opened(self.host, TIMEOUT_S, edge) as consumers:  # pyright: ignore[reportArgumentType]
             providers: Any = {PROVIDER: self.host}
-            gateways = ClusterGateways(self, edge.budget)
+            gateways = ClusterGateways(self, edge.budget, world.options.drain_s)
             self.service = ConsumerService(providers, {PROVIDER: consumers}, VisibleBounds(), gateways)
             for each in self.service.methods():
                 streams = each.kind is MethodKind.STREAM

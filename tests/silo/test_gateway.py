@@ -13,6 +13,7 @@ from headrace import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
 from headrace.client.connection import GrpcTransport
 from headrace.client.consumer import Consumer
 from headrace.client.native import NativeTransport
+from headrace.proto.v1 import cluster_pb2 as cluster_pb
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ClusterConfig, ProviderConfig, SiloConfig
@@ -45,10 +46,12 @@ def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 @asynccontextmanager
-async def cluster(tmp_path: Path, count: int = 2, public_address: str | None = None) -> AsyncGenerator[Silos]:
+async def cluster(
+    tmp_path: Path, count: int = 2, public_address: str | None = None, *, drain_s: float = 5.0
+) -> AsyncGenerator[Silos]:
     config = SiloConfig(
         data=str(tmp_path / "data"),
-        drain_s=5.0,
+        drain_s=drain_s,
         grpc=GrpcConfig(port=0),
         providers={"default": ProviderConfig(queues=QUEUES)},
         cluster=ClusterConfig(public_address=public_address),
@@ -605,6 +608,24 @@ async def test_a_consumer_that_does_not_read_disturbs_no_other(silos: Silos):
             await taker.has(24)
             assert consumer.reconnections == 0
         await end(staying)
+
+
+async def test_a_drained_gateway_sends_its_consumers_elsewhere_while_events_wait(tmp_path: Path):
+    async with (
+        cluster(tmp_path, drain_s=2.0 * PATIENCE_S) as silos,
+        client_of(*silos) as client,
+        client.subscribe("s", "n/*", max_events=10) as consumer,
+        taking(consumer) as (taker,),
+        connecting(silos[0].grpc_address or "") as caller,
+        client_of(silos[1]) as producer,
+    ):
+        publishing = asyncio.create_task(publish(producer, range(20)))
+        await taker.has(STREAMS)
+        request = cluster_pb.DrainSiloRequest()
+        await caller.ask("headrace.v1.ClusterService/DrainSilo", request, cluster_pb.DrainSiloResponse)
+        await publishing
+        await taker.has(20 * STREAMS)
+        assert dict(taker.got) == dict.fromkeys(streams(), counted(range(20)))
 
 
 async def test_queues_whose_consumers_keep_their_events_drain_together(tmp_path: Path):

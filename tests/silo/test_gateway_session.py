@@ -14,10 +14,10 @@ from headrace.client.routing import DRAINING, ENDED, SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.gateway import OUTBOX_BYTES, GatewaySession
 from headrace.streams import wire
-from tests.client.fake_silos import DEFINITION, FakeSilos
+from tests.client.fake_silos import DEFINITION, FakeSession, FakeSilos
 from tests.simulation.virtual_time import virtual_time
 
-TIMEOUT_S = 6.0
+TIMEOUT_S, DRAIN_S = 6.0, 5.0
 
 
 class FakeCall:
@@ -66,7 +66,7 @@ class Gate:
         self.account = self.budget.account("client")
         opening = pb.Open(subscription="s", consumer="c", session_timeout_ms=round(TIMEOUT_S * 1000))
         target = cast("Any", SimpleNamespace(gaps=(), definition=wire.definition_of(DEFINITION)))
-        session = GatewaySession(cast("Any", self.call), target, opening, silos, self.account)
+        session = GatewaySession(cast("Any", self.call), target, opening, silos, self.account, drain_s=DRAIN_S)
         first = pb.SubscribeRequest(credit=pb.Credit(events=1000, bytes=1 << 30))
         self.task = asyncio.create_task(session.run(first))
 
@@ -208,3 +208,52 @@ async def test_a_gateway_that_stops_delivers_events_in_flight_before_the_queues_
         assert gate.call.states(1) == [SERVED, 0, 0, DRAINING, ENDED]
         assert any(response.HasField("closing") for response in gate.call.responses)
         assert gate.silos["b"].session.is_closed
+
+
+def answer_with_progress(session: FakeSession, progress: pb.Progress) -> None:
+    """Say this whenever the gateway takes credit back."""
+    send = session.send
+
+    async def answered(message: bytes) -> None:
+        await send(message)
+        if pb.SubscribeRequest.FromString(message).reclaim:
+            session.say(pb.SubscribeResponse(progress=progress))
+
+    session.send = answered
+
+
+@virtual_time
+async def test_a_gateway_stops_at_once_although_owners_have_more_events():
+    async with gateway(a={0: 1}, b={1: 1}) as gate:
+        await gate.has("a", "b")
+        answer_with_progress(gate.silos["b"].session, pb.Progress(needed_bytes=1))
+        gate.call.closing.set()
+        before = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable, match="the silo stops"):
+            await gate.task
+        assert gate.silos["b"].session.is_closed
+        assert asyncio.get_running_loop().time() - before < 1  # virtual
+
+
+@virtual_time
+async def test_a_gateway_that_stops_does_not_wait_for_ever_for_events_in_flight(caplog: pytest.LogCaptureFixture):
+    async with gateway(a={0: 1}) as gate:
+        await gate.has("a")
+        session = gate.silos["a"].session
+        session.deliver(0, 3)
+        answer_with_progress(session, pb.Progress(in_flight_events=1))
+        await gate.until(lambda: gate.call.batches)
+        gate.call.closing.set()
+        beats = asyncio.create_task(beating(gate.call))
+        with pytest.raises(Unavailable, match="the silo stops"):
+            await gate.task
+        beats.cancel()
+        assert not session.is_closed  # the events wait for the consumer
+    assert "consumer 'c' has 1 events in flight after 5 s" in caplog.text
+
+
+async def beating(call: FakeCall) -> None:
+    """A consumer that is there, and reports nothing."""
+    while True:
+        call.requests.put_nowait(b"")
+        await asyncio.sleep(1)

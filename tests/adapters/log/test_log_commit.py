@@ -12,26 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import (
-    DataDirectoryError,
-    EventBatch,
-    SequenceConflict,
-    SequenceToken,
-    StorageError,
-    StorageFull,
-    StreamId,
-)
+from headrace import DataDirectoryError, EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
 from headrace.adapters.group_commit import groups
 from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.acknowledgements import PendingAcknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.environment import LogEnvironment, acquire, release
-from headrace.adapters.log.group import MAX_KNOWN_PRODUCERS, CommitGroup, CommitRequest, KnownRows
+from headrace.adapters.log.group import CommitGroup, CommitRequest
 from headrace.adapters.log.limits import LogLimits
-from headrace.adapters.log.rows import TailRow
 from headrace.adapters.log.timesearch import offset_at
-from headrace.streams.producer_ledger import LastCall
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "commit")
@@ -96,7 +86,7 @@ def test_commit_times_never_go_back(tmp_path: Path):
         answer = runner.get_loop().create_future()
         for now_us in (100, 50, 200):
             with environment.writing() as changes:
-                group = CommitGroup(changes, BlockEncoder(), now_us, KnownRows())
+                group = CommitGroup(changes, BlockEncoder(), now_us)
                 group.add(CommitRequest([(0, batch(b"x"))], 1, answer))
                 assert set(group.write()) == {0}
     with environment.reading() as snapshot:
@@ -106,59 +96,14 @@ def test_commit_times_never_go_back(tmp_path: Path):
     assert found == [0, 0, 2, 2, 3]
 
 
-def known_rows(*, until: int) -> KnownRows:
-    known = KnownRows()
-    known.begin(1)
-    known.tails[0] = TailRow(next=5)
-    known.producers[b"p"] = LastCall(3)
-    known.committed(until - 1, changed=True)
-    return known
-
-
-def test_rows_are_known_in_the_next_transaction():
-    known = known_rows(until=8)
-    known.begin(8)
-    assert known.tails == {0: TailRow(next=5)}
-    assert known.producers == {b"p": LastCall(3)}
-
-
-def test_rows_are_forgotten_when_another_transaction_came_between():
-    known = known_rows(until=8)
-    known.begin(9)
-    assert not known.tails
-    assert not known.producers
-
-
-def test_rows_are_forgotten_after_a_transaction_that_failed():
-    known = known_rows(until=8)
-    known.begin(8)  # rolled back: its number is used again
-    known.begin(8)
-    assert not known.tails
-
-
-def test_rows_are_forgotten_after_a_transaction_without_changes():
-    """Its number is that of the next transaction, which may be of another process."""
-    known = known_rows(until=8)
-    known.begin(8)
-    known.committed(8, changed=False)
-    known.begin(9)
-    assert not known.tails
-
-
-def test_the_rows_of_too_many_producers_are_forgotten():
-    known = known_rows(until=8)
-    known.producers |= {b"%d" % number: LastCall(1) for number in range(MAX_KNOWN_PRODUCERS)}
-    known.begin(8)
-    assert not known.producers
-
-
-async def test_a_call_that_changes_nothing_leaves_its_number_to_another_handle(open_log: OpenLog):
-    first, second = await open_log(), await open_log()
-    once = ProducerSequence("p", 1, 0)
-    assert (await first.enqueue([(0, batch(b"1"))], sequence=once))[0].token == SequenceToken(0)
-    assert (await first.enqueue([(0, batch(b"1"))], sequence=once))[0].duplicate
-    assert (await second.enqueue([(0, batch(b"2"))]))[0].token == SequenceToken(1)
-    assert (await first.enqueue([(0, batch(b"3"))]))[0].token == SequenceToken(2)
+def test_a_log_that_was_replaced_is_not_opened_again(tmp_path: Path):
+    log, other = tmp_path / "log", tmp_path / "other"
+    release(acquire(other, LogOptions(), "tests", 1))
+    environment = acquire(log, LogOptions(), "tests", 1)
+    (other / "data.mdb").rename(log / "data.mdb")
+    with pytest.raises(DataDirectoryError, match="deleted or replaced"):
+        environment.reopen()  # as after a failed write of the meta page
+    release(environment)
 
 
 def test_acknowledgement_during_a_store_is_not_forgotten():

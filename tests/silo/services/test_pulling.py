@@ -159,7 +159,7 @@ class OldView:
 @virtual_time
 async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
     pulls, cluster = Pulls(), OldView()
-    gateways = ClusterGateways(cast("Any", cluster), SendBudget())
+    gateways = ClusterGateways(cast("Any", cluster), SendBudget(), 10.0)
     gateways.pulls = pulls.consumers
     await pulls.pull()
     pulls.silo.session.send_status(0, SERVED, epoch=2)
@@ -173,7 +173,7 @@ async def test_results_go_to_the_owner_whose_session_sent_the_events() -> None:
 async def test_a_gateway_with_an_old_view_reads_the_owner_from_the_store() -> None:
     """A silo that leaves, or whose heartbeats fail, gets no new views. The results must not wait for one."""
     pulls, cluster = Pulls(), OldView()
-    gateways = ClusterGateways(cast("Any", cluster), SendBudget())
+    gateways = ClusterGateways(cast("Any", cluster), SendBudget(), 10.0)
     reports = [pb.QueueReport(queue=0, epoch=2)]
     with pytest.raises(StorageError):
         await gateways.report(pulls.target(), reports)
