@@ -108,15 +108,15 @@ class LogCommitter:
             log.exception("%s: a commit failed with an unexpected error", self._environment.path)
             outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
         self._unsynced = True
+        self._notify(grown)
         self._tell_loop(self._answer, calls, outcomes, grown)
-        self._ring(grown)  # after the publishers: it takes system calls
 
     def _tell_loop(self, function: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
         """Call a function on the loop. If the loop was closed without `aclose`, no caller waits."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _ring(self, grown: Iterable[int]) -> None:
+    def _notify(self, grown: Iterable[int]) -> None:
         """Wake up the receivers of other handles. If that fails, they still poll each second, so only log the error."""
         try:
             self._on_commit(grown)

@@ -155,7 +155,6 @@ async def test_a_dead_handles_fifo_is_removed(open_log: OpenLog, tmp_path: Path)
     os.mkfifo(tmp_path / "wake" / "1-dead")
     (tmp_path / "wake" / "2-foreign").write_text("no fifo")
     await adapter.enqueue([(0, BATCH)])
-    await adapter.enqueue([(0, BATCH)])  # the committer rings for the first batch before it stores the second
     assert names(tmp_path / "wake") == ["2-foreign"]
 
 
