@@ -68,9 +68,8 @@ class PublishPipeline:
         window: PublishWindow | None = None,
     ) -> None:
         """A caller waits at most `timeout_s`. `linger_s` is how long a request waits for more events while no other
-        request is in flight. With 0 it has the events published in the same turn of the loop. `gather_s` is the
-        longest time that a small request waits for the answers to those in flight. Callers wait while `window` holds
-        `max_bytes` or more."""
+        request is in flight, and `gather_s` how long a small one waits at most for those in flight. With `linger_s` 0
+        it has the events of one turn of the loop. Callers wait while `window` holds `max_bytes` or more."""
         self._connection = connection
         self._provider = provider
         self._timeout_s = timeout_s
