@@ -32,7 +32,7 @@ RUN_BY = {
     "docs/from-redis-streams.md": ("tests/documents/test_other_systems.py", 2),
     "docs/grpc.md": ("tests/silo/services/test_grpc_docs.py, tests/silo/services/test_grpc_conversation.py", 23),
     "docs/kafka.md": (f"{EXAMPLES}, tests/adapters/kafka/test_kafka_guide.py, tests/spark/test_kafka_connector.py", 5),
-    "docs/operating-a-cluster.md": (EXAMPLES, 6),
+    "docs/operating-a-cluster.md": (EXAMPLES, 7),
     "docs/payloads.md": ("tests/silo/test_payload_docs.py", 3),
     "docs/postgres.md": (EXAMPLES, 2),
     "docs/redis.md": ("tests/adapters/redis/test_redis_guide.py", 5),
